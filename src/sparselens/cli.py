@@ -1,0 +1,97 @@
+"""The command line: one function per command, its arguments and their comments are the help. Imports lazily."""
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from tyro.conf import OmitArgPrefixes, Positional
+
+from .config import Sparsify, Text
+
+
+@dataclasses.dataclass(frozen=True)
+class Demo:
+    """Train a small addition model, make it sparse and draw figure 1 (a few minutes on two cores)."""
+
+    out: Path = Path("runs/demo")
+    """Folder of the Run. A demo that was interrupted goes on where it stopped."""
+    seed: int = 0
+    """Seed of everything."""
+
+    def __call__(self) -> None:
+        from .demo import demo
+
+        demo(self.out, self.seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class SparsifyCommand:
+    """Make the attention of a pretrained model sparse, at the loss it had."""
+
+    model: Positional[str]
+    """Hugging Face name, model folder, Run or .gguf file."""
+    data: tuple[str, ...]
+    """Text: files or globs (.txt, .jsonl, .parquet, plain or .gz/.xz/.zst) or a Hugging Face dataset name."""
+    out: Path
+    """Folder of the Run; must not exist yet, unless with --resume."""
+    resume: bool = False
+    """Go on where an interrupted run stopped (same settings)."""
+    settings: OmitArgPrefixes[Sparsify] = dataclasses.field(default_factory=Sparsify)
+    text: OmitArgPrefixes[Text] = dataclasses.field(default_factory=Text)
+
+    def __call__(self) -> None:
+        from .sparsification import sparsify
+
+        sparsify(self.model, list(self.data), self.out, settings=self.settings, text=self.text, resume=self.resume)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluate:
+    """Held-out loss, KL to base and density of the base, control and sparse model of one or more Runs."""
+
+    runs: Positional[tuple[Path, ...]]
+    """Run folders made by sparsify."""
+    data: tuple[str, ...] = ()
+    """Other text to evaluate on. Default: the Run's own held-out text."""
+    sequences: int = 64
+    """At most this many held-out sequences."""
+    json: Path | None = None
+    """Also write the rows to this file."""
+
+    def __call__(self) -> None:
+        from .evaluate_runs import evaluate
+
+        evaluate(list(self.runs), data=list(self.data), sequences=self.sequences, json_path=self.json)
+
+
+Command = (
+    Annotated[Demo, tyro.conf.subcommand("demo")]
+    | Annotated[SparsifyCommand, tyro.conf.subcommand("sparsify")]
+    | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
+)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse, run, and turn expected failures into one sentence and an exit code."""
+    command = tyro.cli(
+        Command,  # type: ignore[arg-type]
+        prog="sparselens",
+        description="Make a transformer's attention sparse without losing what it can do, and see what is left.",
+        args=arguments,
+        config=(tyro.conf.OmitSubcommandPrefixes,),
+    )
+    try:
+        command()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if type(error).__name__ == "Interrupted":
+            print(f"sparselens: {error}", file=sys.stderr)
+            sys.exit(130)
+        if isinstance(error, ValueError | OSError) and not os.environ.get("SPARSELENS_DEBUG"):
+            print(f"sparselens: {error}", file=sys.stderr)
+            sys.exit(2)
+        raise

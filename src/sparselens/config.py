@@ -1,0 +1,127 @@
+"""Settings as frozen dataclasses. Their field comments are the command line's help."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How the gates of a model behave."""
+
+    bias: float = 0.0
+    """Start value of every head's gate bias. 0 opens a gate where the attention logit is positive; far above 0 no
+    gate ever closes in training, so nothing is learnt."""
+    normalise: Literal["all", "open"] = "all"
+    """all: softmax over every allowed key, closed edges drop out. open: renormalise over the open edges."""
+
+    def __post_init__(self) -> None:
+        _require(self.normalise in ("all", "open"), f"normalise={self.normalise!r}: expected 'all' or 'open'")
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained: shared by the sparse model, its dense control and models made from scratch."""
+
+    steps: int = 2000
+    """Optimiser steps."""
+    batch: int = 16
+    """Sequences per step."""
+    micro_batch: int | None = None
+    """Sequences per forward pass; gradients are accumulated up to `batch`. Default: the whole batch."""
+    lr: float = 1e-4
+    """Learning rate of the weights. If the dense control ends up worse than the base, it is too high."""
+    bias_lr: float = 1e-2
+    """Learning rate of the gate biases."""
+    warmup: float = 0.02
+    """Share of the steps in which the learning rates rise from zero."""
+    decay: float = 0.2
+    """Share of the steps, at the end, in which the learning rates fall to a twentieth."""
+    weight_decay: float = 0.0
+    """AdamW's weight decay (never applied to gate biases)."""
+    clip: float = 1.0
+    """Largest gradient norm."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """bf16 computes in bfloat16 with fp32 master weights. auto: bf16 on a GPU, fp32 on a CPU."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, a third more time."""
+    lora: int = 0
+    """Rank of LoRA adapters on every linear layer; 0 trains all weights."""
+    evaluate_every: int = 50
+    """Steps between deterministic evaluations on held-out sequences."""
+    evaluate_sequences: int = 32
+    """Held-out sequences per evaluation; the slice moves on each time."""
+    checkpoint_every: int = 200
+    """Steps between checkpoints (Ctrl-C writes one as well)."""
+    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
+    """Also send the metrics to a tracker (metrics.jsonl is always written)."""
+    seed: int = 0
+    """Seed of data order, gates and adapters."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "evaluate_every", "evaluate_sequences", "checkpoint_every"):
+            _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: expected at least 1")
+        for name in ("lr", "bias_lr", "clip"):
+            _require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: expected a positive number")
+        for name in ("warmup", "decay"):
+            _require(0 <= getattr(self, name) <= 1, f"{name}={getattr(self, name)}: expected a share between 0 and 1")
+        _require(self.lora >= 0, f"lora={self.lora}: expected a rank, or 0 for none")
+        micro = self.micro_batch
+        if micro is not None and (micro < 1 or self.batch % micro):
+            raise ValueError(f"micro_batch={micro} does not divide batch={self.batch}")
+
+
+@dataclass(frozen=True)
+class Sparsify:
+    """Close as many attention edges as the loss allows."""
+
+    loss: Literal["cross-entropy", "kl"] = "cross-entropy"
+    """The constrained quantity: cross-entropy on the text, or KL divergence from the frozen base model."""
+    target: str = "base"
+    """What the loss must not exceed, before `tolerance`: base (its held-out loss), control (the matched dense
+    control's; implies --control), or a number of nats."""
+    tolerance: float = 0.01
+    """Nats allowed above the target."""
+    slack: float = 0.1
+    """Extra nats allowed at the start, when half-open gates are noisy; falls linearly to zero."""
+    slack_until: float = 0.6
+    """Share of the steps after which the slack is gone."""
+    control: bool = False
+    """Also train the matched dense control: same data, order, steps, optimiser and adapters, no gates."""
+    gate: Gate = field(default_factory=Gate)
+    training: Training = field(default_factory=Training)
+
+    def __post_init__(self) -> None:
+        _require(self.tolerance > 0, f"tolerance={self.tolerance}: expected a positive number of nats")
+        _require(self.slack >= 0, f"slack={self.slack}: expected zero or more nats")
+        _require(0 < self.slack_until <= 1, f"slack_until={self.slack_until}: expected a share between 0 and 1")
+        if self.target not in ("base", "control"):
+            try:
+                float(self.target)
+            except ValueError:
+                raise ValueError(f"target={self.target!r}: expected base, control or a number of nats") from None
+
+
+@dataclass(frozen=True)
+class Text:
+    """Which text to train and evaluate on."""
+
+    length: int = 512
+    """Tokens per sequence."""
+    heldout: tuple[str, ...] = ()
+    """Held-out text. Default: every 20th document of the data, until there is enough."""
+    heldout_tokens: int = 1 << 17
+    """How much held-out text to keep."""
+    text_field: str = "text"
+    """Name of the text field in .jsonl, .parquet and datasets."""
+    cache: Path = Path(".sparselens-cache")
+    """Folder for tokenised text."""
+
+    def __post_init__(self) -> None:
+        _require(self.length >= 2, f"length={self.length}: expected at least 2 tokens")
+        _require(self.heldout_tokens >= 1, f"heldout_tokens={self.heldout_tokens}: expected at least 1")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

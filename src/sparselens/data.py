@@ -1,0 +1,381 @@
+"""Text -> tokens -> packed batches, by number.
+
+Everything that trains or evaluates asks for "sequences 640 to 655": the answer depends on nothing but that number,
+the seed and the data. A run therefore resumes exactly where it stopped, a control sees the same order as the sparse
+model, and several processes share a batch by each taking a part of the numbers.
+
+Text is read as a stream, tokenised once into a cache of flat token shards (.npy, memory-mapped), and cut into
+sequences when asked for. Documents in one sequence do not see each other: `position_ids` start again at every
+document, which is how transformers recognises packing.
+"""
+
+import glob
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from .run import write_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+SEPARATOR_LINE = "<|endoftext|>"  # a line of its own separates the documents of a .txt file
+PIECE = 1 << 20  # characters; longer documents are tokenised in pieces, so that no document must fit in memory
+SHARD = 1 << 24  # tokens per cache file
+HELDOUT_EVERY = 20  # every 20th document is kept from training until there is enough held-out text
+COMPRESSIONS = (".gz", ".xz", ".zst")
+FORMATS = (".txt", ".jsonl", ".parquet")
+
+
+class Batches(Protocol):
+    """Numbered training and held-out sequences. Anything with these four can be trained on."""
+
+    n_heldout: int  # how many held-out sequences there are
+    length: int  # tokens per sequence
+
+    def train(self, start: int, count: int) -> "dict[str, Tensor]":
+        """Sequences `start` ... `start + count - 1`: input_ids, labels (aligned with the logits; -100 = none)."""
+        ...
+
+    def heldout(self, start: int, count: int) -> "dict[str, Tensor]": ...
+
+    def describe(self) -> dict:
+        """Where the data came from, for the record."""
+        ...
+
+
+# ---- files -> documents ----------------------------------------------------------------------------------------------
+
+
+def find_files(patterns: list[str]) -> list[Path]:
+    """The files the patterns name, sorted within each pattern; ValueError for a pattern that names none."""
+    files: list[Path] = []
+    for pattern in patterns:
+        matches = sorted(Path(match) for match in glob.glob(pattern, recursive=True))
+        found = [path for path in matches if path.is_file()]
+        for folder in (path for path in matches if path.is_dir()):
+            found += sorted(path for path in folder.rglob("*") if path.is_file() and _format(path))
+        if not found:
+            raise ValueError(f"no text found: {pattern!r} names no file (and is not a Hugging Face dataset)")
+        files += found
+    for path in files:
+        if not _format(path):
+            raise ValueError(
+                f"cannot read {path}: expected {', '.join(FORMATS)}, plain or with {', '.join(COMPRESSIONS)}"
+            )
+        if path.stat().st_size == 0:
+            raise ValueError(f"{path} is empty")
+    return files
+
+
+def _format(path: Path) -> str | None:
+    name = path.name.lower()
+    for suffix in COMPRESSIONS:
+        name = name.removesuffix(suffix)
+    return next((kind for kind in FORMATS if name.endswith(kind)), None)
+
+
+def _open(path: Path) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    if path.suffix == ".xz":
+        return lzma.open(path, "rb")
+    if path.suffix == ".zst":
+        import zstandard
+
+        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(path.open("rb"), closefd=True))  # type: ignore
+    return path.open("rb")
+
+
+def read_documents(path: Path, field: str = "text") -> Iterator[tuple[str, bool]]:
+    """(text, starts a new document) from one file, in pieces of bounded size."""
+    try:
+        with _open(path) as file:
+            kind = _format(path)
+            if kind == ".txt":
+                yield from _documents_of_lines(io.TextIOWrapper(file, encoding="utf-8"))
+            elif kind == ".jsonl":
+                for number, line in enumerate(io.TextIOWrapper(file, encoding="utf-8"), 1):
+                    if line.strip():
+                        yield _field(json.loads(line), field, f"{path}, line {number}"), True
+            else:
+                yield from _documents_of_parquet(file, field, path)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from error
+    except (lzma.LZMAError, gzip.BadGzipFile, EOFError) as error:
+        raise ValueError(f"{path} cannot be decompressed: {error}") from error
+    except Exception as error:
+        if type(error).__name__ == "ZstdError":
+            raise ValueError(f"{path} cannot be decompressed: {error}") from error
+        raise
+
+
+def _documents_of_lines(lines: io.TextIOWrapper) -> Iterator[tuple[str, bool]]:
+    piece: list[str] = []
+    size, fresh = 0, True
+    while line := lines.readline(PIECE):  # bounded: a file without line breaks is a stream too
+        if line.strip() == SEPARATOR_LINE:
+            if piece:
+                yield "".join(piece), fresh
+            piece, size, fresh = [], 0, True
+            continue
+        piece.append(line)
+        size += len(line)
+        if size >= PIECE:
+            yield "".join(piece), fresh
+            piece, size, fresh = [], 0, False
+    if piece:
+        yield "".join(piece), fresh
+
+
+def _documents_of_parquet(file: IO[bytes], field: str, path: Path) -> Iterator[tuple[str, bool]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with tempfile.TemporaryFile() as plain:
+        if path.suffix != ".parquet":  # parquet needs random access; its compressed form is unpacked to disk, not memory
+            while block := file.read(PIECE):
+                plain.write(block)
+            file = plain
+        try:
+            table = pq.ParquetFile(file)
+            if field not in table.schema_arrow.names:
+                raise ValueError(f"{path} has no column {field!r}; it has {', '.join(table.schema_arrow.names)}")
+            for batch in table.iter_batches(columns=[field], batch_size=256):
+                for value in batch.column(0).to_pylist():
+                    if value:
+                        yield value, True
+        except pa.ArrowInvalid as error:
+            raise ValueError(f"{path} is not a readable parquet file: {error}") from error
+
+
+def _field(record, field: str, where: str) -> str:
+    if not isinstance(record, dict) or not isinstance(record.get(field), str):
+        names = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+        raise ValueError(f"{where}: no text in field {field!r}; found {names}. Choose one with --text-field")
+    return record[field]
+
+
+def _dataset_documents(name: str, field: str) -> Iterator[tuple[str, bool]]:
+    """Documents of a Hugging Face dataset, streamed: "owner/name", "owner/name:config" or "owner/name:config:split"."""
+    import datasets
+
+    repository, _, rest = name.partition(":")
+    config, _, split = rest.partition(":")
+    try:
+        rows = datasets.load_dataset(repository, config or None, split=split or "train", streaming=True)
+    except Exception as error:  # the hub's many ways of saying no
+        raise ValueError(
+            f"no text found: {name!r} names no file, and no Hugging Face dataset could be opened ({error})"
+        ) from error
+    for row in rows:
+        yield _field(row, field, name), True
+
+
+def _is_local(pattern: str) -> bool:
+    return bool(glob.glob(pattern, recursive=True)) or any(c in pattern for c in "*?[") or bool(Path(pattern).suffix)
+
+
+# ---- documents -> cached tokens --------------------------------------------------------------------------------------
+
+
+def separator_id(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """The token that starts every document: <|endoftext|> where the vocabulary has it, else BOS, else EOS."""
+    vocabulary = tokenizer.get_vocab()
+    for candidate in (vocabulary.get(SEPARATOR_LINE), tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if candidate is not None:
+            return candidate
+    raise ValueError("this tokenizer has no <|endoftext|>, BOS or EOS token to separate documents with")
+
+
+class TokenCache:
+    """Flat token shards on disk, training and held-out apart, made once per (data, tokenizer, number of tokens).
+
+    Each shard ends at a document piece and is published by renaming it, together with an index that says how many
+    pieces are done; an interrupted tokenisation goes on from the last shard.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.index = json.loads((folder / "index.json").read_text())
+
+    def shards(self, part: str) -> list[np.ndarray]:
+        return [np.load(self.folder / name, mmap_mode="r", allow_pickle=False) for name in self.index[part]]
+
+    @classmethod
+    def build(
+        cls,
+        patterns: list[str],
+        tokenizer: "PreTrainedTokenizerBase",
+        cache: Path,
+        *,
+        need: int,
+        heldout: int,
+        field: str = "text",
+        progress: bool = True,
+    ) -> "TokenCache":
+        """Tokenise until there are `need` training and `heldout` held-out tokens, or the text ends."""
+        key, sources = _fingerprint(patterns, tokenizer, need, heldout, field)
+        folder = cache / key
+        index_path = folder / "index.json"
+        index = {"train": [], "heldout": [], "pieces": 0, "documents": 0, "tokens": {"train": 0, "heldout": 0}}
+        index |= {"complete": False, "separator": separator_id(tokenizer), "sources": sources}
+        if index_path.is_file():
+            index = json.loads(index_path.read_text())
+        if not index["complete"]:
+            folder.mkdir(parents=True, exist_ok=True)
+            _tokenise(patterns, tokenizer, folder, index, need, heldout, field, progress)
+        return cls(folder)
+
+
+def _fingerprint(patterns, tokenizer, need, heldout, field) -> tuple[str, list]:
+    """A name for the cache that changes whenever the tokens would, and what went into it."""
+    sources = []
+    for pattern in patterns:
+        if _is_local(pattern):
+            sources += [[str(p), p.stat().st_size, int(p.stat().st_mtime)] for p in find_files([pattern])]
+        else:
+            sources.append([pattern])
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    text = json.dumps([sources, hashlib.sha256(vocabulary.encode()).hexdigest(), need, heldout, field, PIECE, SHARD])
+    return hashlib.sha256(text.encode()).hexdigest()[:16], sources
+
+
+def _documents(patterns: list[str], field: str) -> Iterator[tuple[str, bool]]:
+    for pattern in patterns:
+        if _is_local(pattern):
+            for path in find_files([pattern]):
+                yield from read_documents(path, field)
+        else:
+            yield from _dataset_documents(pattern, field)
+
+
+def _tokenise(patterns, tokenizer, folder: Path, index: dict, need, heldout, field, progress) -> None:
+    from tqdm import tqdm
+
+    dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
+    separator, done = index["separator"], index["pieces"]
+    buffers: dict[str, list[np.ndarray]] = {"train": [], "heldout": []}
+    part, document = "train", index["documents"]
+
+    def flush() -> None:
+        for name, buffer in buffers.items():
+            if buffer:
+                tokens = np.concatenate(buffer)
+                file = f"{name}-{len(index[name]):05d}.npy"
+                with (folder / f".{file}.tmp").open("wb") as out:
+                    np.save(out, tokens, allow_pickle=False)
+                (folder / f".{file}.tmp").rename(folder / file)
+                index[name].append(file)
+                buffer.clear()
+        write_json(folder / "index.json", index)
+
+    bar = tqdm(total=need, initial=index["tokens"]["train"], unit="tok", unit_scale=True, desc="tokenise",
+               disable=not progress, leave=False)  # fmt: skip
+    part = index.get("part", part)
+    for number, (text, fresh) in enumerate(_documents(patterns, field)):
+        if number < done:
+            continue
+        if index["tokens"]["train"] >= need:
+            break
+        if fresh:
+            document += 1
+            wanted = index["tokens"]["heldout"] < heldout
+            part = "heldout" if wanted and document % HELDOUT_EVERY == 0 else "train"
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        tokens = np.asarray([separator, *ids] if fresh else ids, dtype=dtype)
+        buffers[part].append(tokens)
+        index["tokens"][part] += len(tokens)
+        bar.update(len(tokens) if part == "train" else 0)
+        index |= {"pieces": number + 1, "documents": document, "part": part}
+        if sum(map(len, buffers["train"])) + sum(map(len, buffers["heldout"])) >= SHARD:
+            flush()
+    bar.close()
+    if index["tokens"]["train"] + index["tokens"]["heldout"] == 0:
+        raise ValueError(f"no text found in {', '.join(patterns)}: every document is empty")
+    index["complete"] = True
+    flush()
+
+
+# ---- cached tokens -> batches ----------------------------------------------------------------------------------------
+
+
+class TextBatches:
+    """Packed sequences of `length` tokens from text: training and held-out (see `Batches`)."""
+
+    def __init__(
+        self,
+        patterns: list[str],
+        tokenizer: "PreTrainedTokenizerBase",
+        length: int,
+        *,
+        cache: Path,
+        need: int,
+        heldout_patterns: list[str] | None = None,
+        heldout_tokens: int = 1 << 18,
+        field: str = "text",
+        seed: int = 0,
+        progress: bool = True,
+    ):
+        self.length, self.seed = length, seed
+        self._orders: dict[int, np.ndarray] = {}  # epoch -> order of its sequences
+        take = 0 if heldout_patterns else heldout_tokens
+        options = {"field": field, "progress": progress}
+        self.cache = TokenCache.build(patterns, tokenizer, cache, need=need, heldout=take, **options)  # type: ignore
+        self.separator = self.cache.index["separator"]
+        self._train = self._rows(self.cache.shards("train"))
+        if heldout_patterns:
+            apart = TokenCache.build(heldout_patterns, tokenizer, cache, need=heldout_tokens, heldout=0, **options)  # type: ignore
+            self._heldout = self._rows(apart.shards("train"))
+            self.sources = {"train": self.cache.index["sources"], "heldout": apart.index["sources"]}
+        else:
+            self._heldout = self._rows(self.cache.shards("heldout"))
+            self.sources = {"train": self.cache.index["sources"]}
+            if not self._heldout and len(self._train) >= 10:
+                # Too few documents to set whole ones aside: the last tenth of the sequences is held out instead.
+                cut = len(self._train) - len(self._train) // 10
+                self._train, self._heldout = self._train[:cut], self._train[cut:]
+        if not self._train:
+            raise ValueError(f"the text is shorter than one sequence of {length} tokens; lower --length or add text")
+        if not self._heldout:
+            raise ValueError("the text is too short to hold any of it out; give other text with --heldout")
+        self.n_heldout = len(self._heldout)
+
+    def _rows(self, shards: list[np.ndarray]) -> list[tuple[np.ndarray, int]]:
+        """(shard, first token) of every sequence; each token is a label exactly once."""
+        return [(shard, first) for shard in shards for first in range(0, len(shard) - self.length + 1, self.length)]
+
+    def train(self, start: int, count: int) -> "dict[str, Tensor]":
+        n = len(self._train)
+        for epoch in set(range(start // n, (start + count - 1) // n + 1)) - self._orders.keys():
+            self._orders[epoch] = np.random.default_rng([self.seed, epoch]).permutation(n)
+        return self._batch([self._train[self._orders[i // n][i % n]] for i in range(start, start + count)])
+
+    def heldout(self, start: int, count: int) -> "dict[str, Tensor]":
+        return self._batch([self._heldout[i % self.n_heldout] for i in range(start, start + count)])
+
+    def _batch(self, rows: list[tuple[np.ndarray, int]]) -> "dict[str, Tensor]":
+        import torch
+
+        # Every sequence starts with the separator, also in mid-document: models lean on it as their first token.
+        taken = np.stack([shard[first : first + self.length].astype(np.int64) for shard, first in rows])
+        tokens = torch.from_numpy(np.concatenate([np.full((len(rows), 1), self.separator), taken], 1))
+        inputs = tokens[:, :-1]
+        position = torch.arange(self.length).expand_as(inputs)
+        start = torch.where(inputs == self.separator, position, 0).cummax(1).values
+        return {"input_ids": inputs, "labels": tokens[:, 1:], "position_ids": position - start}
+
+    def describe(self) -> dict:
+        return {"sources": self.sources, "train_sequences": len(self._train), "heldout_sequences": self.n_heldout,
+                "length": self.length, "tokens": self.cache.index["tokens"]}  # fmt: skip

@@ -1,0 +1,116 @@
+"""`sparselens demo`: train the addition model, make it sparse, and draw what is left."""
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .addition import ANSWER, CHARACTERS, EXAMPLE, POSITIONS, AdditionBatches, answer, encode, make_model
+from .config import Sparsify, Training
+from .figures import draw_flow
+from .huggingface import is_gated, load, save
+from .run import Run
+from .sparsification import sparsify_into
+from .training import Stage, train
+
+DENSE = Training(steps=1200, batch=128, lr=3e-3, decay=0.9, evaluate_every=250, evaluate_sequences=500, checkpoint_every=500)
+SPARSE = Sparsify(
+    tolerance=0.0015,
+    slack=0.2,
+    control=True,
+    training=Training(
+        steps=1400, batch=128, lr=1e-3, decay=0.6, evaluate_every=25, evaluate_sequences=500, checkpoint_every=600
+    ),
+)
+
+
+def demo(out: str | Path = "runs/demo", seed: int = 0, show_progress: bool = True, say: Callable[[str], None] = print) -> Run:
+    """Everything from nothing: a dense addition model, its control, the sparse one, figure 1. Goes on where it stopped."""
+    out = Path(out)
+    if (out / "summary.json").is_file() and (out / "figure1.png").is_file():
+        run = Run(out)
+        say(f"{out} is complete; remove it to run the demo again.\n")
+        _tell(run, say)
+        return run
+    began = time.perf_counter()
+    sparse_settings = dataclasses.replace(SPARSE, training=dataclasses.replace(SPARSE.training, seed=seed))
+    dense_settings = dataclasses.replace(DENSE, seed=seed)
+    asked = {"model": "addition", "seed": seed, "dense": dataclasses.asdict(dense_settings), **dataclasses.asdict(sparse_settings)}  # fmt: skip
+    resume = (out / "run.json").is_file()
+    run = Run.create(out, "demo", asked, resume)
+    try:
+        batches = AdditionBatches(seed)
+        base, tokenizer = _dense(run, batches, dense_settings, resume, show_progress, say)
+        sparse = sparsify_into(
+            run, base, tokenizer, batches, sparse_settings, resume=resume, show_progress=show_progress, say=lambda text: None
+        )  # fmt: skip
+        flow = {"base": trace(base, *EXAMPLE), "sparse": trace(sparse, *EXAMPLE)}
+        run.write("figure1.json", flow)
+        for suffix in ("png", "svg"):
+            draw_flow(flow, out / f"figure1.{suffix}")
+        rows = run.read("evaluation.json")
+        dense_row, sparse_row = rows[0], rows[-1]
+        edges_total = flow["base"]["edges"]
+        summary = run.read("summary.json") | {
+            "dense_exact": dense_row["exact"],
+            "sparse_exact": sparse_row["exact"],
+            "density": sparse_row["density"],
+            "edges_open": sparse_row["density"] * edges_total,
+            "edges_total": edges_total,
+            "edges_per_layer": [share * edges_total / 4 for share in sparse_row["density_per_layer"]],
+            "seconds": round(time.perf_counter() - began, 1),
+        }
+        run.write("summary.json", summary)
+        for leftover in ("checkpoints", "best", "control/checkpoints", "base/checkpoints"):
+            shutil.rmtree(out / leftover, ignore_errors=True)
+    finally:
+        run.unlock()
+    _tell(run, say)
+    return run
+
+
+def _dense(run: Run, batches: AdditionBatches, settings: Training, resume: bool, show_progress: bool, say):
+    folder = run.path / "base"
+    if (folder / "model").is_dir():
+        return load(folder / "model")
+    model, tokenizer = make_model(settings.seed)
+    stage = Stage("dense", model, batches, folder, settings, steering=500, say=say, show_progress=show_progress)
+    train(stage, resume and folder.is_dir())
+    save(model, tokenizer, folder / "model")
+    return model, tokenizer
+
+
+def trace(model, a: int, b: int) -> dict[str, Any]:
+    """What figure 1 shows of one model: input, output, and the attention [layer][head][query][key] of one sum."""
+    inputs = encode(torch.tensor([[a, b]]))["input_ids"]
+    options: dict[str, Any] = {"gate_output": "pattern"} if is_gated(model) else {}
+    before = model.config._attn_implementation
+    if not options:
+        model.set_attn_implementation("eager")  # the one that returns its weights
+    with torch.no_grad():
+        output = model(inputs, use_cache=False, output_attentions=True, **options)
+    model.set_attn_implementation(before)
+    text = "".join(CHARACTERS[i] for i in inputs[0])
+    attention = torch.stack(output.attentions)[:, 0]
+    n_edges = int((attention > 0).sum()) if options else attention[..., 0].numel() * (POSITIONS + 1) // 2
+    return {
+        "input": text,
+        "output": text[:-ANSWER] + answer(model, a, b),
+        "edges": n_edges,
+        "attention": [[[[round(w, 6) for w in row] for row in head] for head in layer] for layer in attention.tolist()],
+    }  # fmt: skip
+
+
+def _tell(run: Run, say: Callable[[str], None]) -> None:
+    rows, summary = run.read("evaluation.json"), run.read("summary.json")
+    say(f"{'':10}{'exact sums':>12}{'loss':>10}{'open edges':>16}")
+    for row in rows:
+        edges = row["density"] * summary["edges_total"]
+        say(f"{row['kind']:10}{row['exact']:12.2%}{row['loss']:10.5f}{edges:10.1f} /{summary['edges_total']:5}")
+    layers = ", ".join(f"layer {i}: {n:.1f}" for i, n in enumerate(summary["edges_per_layer"]))
+    say(f"\nopen edges by layer: {layers}")
+    say(f"{summary['seconds']:.0f} s. Look at {run.path / 'figure1.png'}; load the model with sparselens.load('{run.path}').")

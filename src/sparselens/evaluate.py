@@ -1,0 +1,117 @@
+"""What a model does on held-out sequences: loss, KL to the base, density; as rows for tables and JSON."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .data import Batches
+from .huggingface import is_gated
+
+
+@dataclass
+class Measurement:
+    """Sums and means over some sequences, gates deterministic."""
+
+    losses: Tensor  # [sequences] mean cross-entropy of each, nats per token
+    kl: Tensor | None  # [sequences] mean KL(base || model), where a base was given
+    edges: Tensor | None  # [n_layers, n_heads] open edges, all sequences together
+    pairs: Tensor | None  # [n_layers] allowed (query, key) pairs per head
+    queries: int  # tokens
+    correct: Tensor  # [sequences] bool: every label is the most likely token
+
+    @property
+    def loss(self) -> float:
+        return self.losses.mean().item()
+
+    @property
+    def density(self) -> float | None:
+        """Open edges over allowed pairs, all heads and layers together."""
+        if self.edges is None or self.pairs is None:
+            return None
+        return (self.edges.sum() / (self.pairs.sum() * self.edges.shape[1])).item()
+
+    def row(self, name: str, kind: str) -> dict[str, Any]:
+        """One object of `sparselens evaluate --json`. A dense model has density 1."""
+        row: dict[str, Any] = {"name": name, "kind": kind, "loss": self.loss, "sequences": len(self.losses)}
+        row["loss_standard_error"] = (self.losses.std() / len(self.losses) ** 0.5).item() if len(self.losses) > 1 else None
+        row["kl_to_base"] = None if self.kl is None else self.kl.mean().item()
+        row["exact"] = self.correct.float().mean().item()
+        if self.edges is None or self.pairs is None:
+            return row | {"density": 1.0, "density_per_layer": None, "density_per_head": None, "edges_per_query": None}
+        per_head = self.edges / self.pairs[:, None]
+        return row | {
+            "density": self.density,
+            "density_per_layer": per_head.mean(1).tolist(),
+            "density_per_head": per_head.tolist(),
+            # keys one head reads from one position, on average
+            "edges_per_query": (self.edges.sum() / (self.queries * self.edges.numel())).item(),
+        }
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of every position, [batch, tokens]; 0 where the label is -100. Labels are aligned, not shifted."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none").view_as(labels)
+
+
+def token_kl(base: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+    """KL(base || model) of every position, [batch, tokens]; 0 where the label is -100."""
+    kl = F.kl_div(logits.float().log_softmax(-1), base.float().log_softmax(-1), log_target=True, reduction="none")
+    return kl.sum(-1) * (labels != -100)
+
+
+def forward(model: nn.Module, batch: dict[str, Tensor], **options) -> Any:
+    """Run the model on a batch: no cache (it would hide packing from transformers), edge counts where it has gates."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    if is_gated(model):
+        options = {"output_attentions": True} | options
+    return model(**inputs, use_cache=False, **options)
+
+
+@torch.no_grad()
+def measure(
+    model: nn.Module,
+    batches: Batches,
+    start: int,
+    count: int,
+    *,
+    micro_batch: int = 8,
+    base: nn.Module | None = None,
+    autocast: AbstractContextManager | None = None,
+) -> Measurement:
+    """Deterministic evaluation on held-out sequences start ... start + count - 1."""
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    losses, divergences, correct, queries = [], [], [], 0
+    edges, pairs = [], []
+    for first in range(start, start + count, micro_batch):
+        batch = batches.heldout(first, min(micro_batch, start + count - first))
+        batch = {name: value.to(device) for name, value in batch.items()}
+        labels = batch["labels"]
+        used = (labels != -100).sum(1)
+        with autocast or nullcontext():
+            output = forward(model, batch)
+        losses.append(token_losses(output.logits, labels).sum(1) / used)
+        correct.append(((output.logits.argmax(-1) == labels) | (labels == -100)).all(1))
+        queries += labels.numel()
+        if base is not None:
+            with autocast or nullcontext():
+                reference = forward(base, batch).logits
+            divergences.append(token_kl(reference, output.logits, labels).sum(1) / used)
+        if is_gated(model):
+            record = torch.stack(output.attentions).double()  # [n_layers, batch, n_heads, 2]
+            edges.append(record[..., 0].sum(1))
+            pairs.append(record[:, :, 0, 1].sum(1))
+    model.train(was_training)
+    return Measurement(
+        losses=torch.cat(losses).cpu(),
+        kl=torch.cat(divergences).cpu() if divergences else None,
+        edges=torch.stack(edges).sum(0).cpu() if edges else None,
+        pairs=torch.stack(pairs).sum(0).cpu() if pairs else None,
+        queries=queries,
+        correct=torch.cat(correct).cpu(),
+    )

@@ -1,0 +1,371 @@
+"""Gates inside unmodified Hugging Face decoders, and load/save that can never silently give a dense model.
+
+The gated attention is registered with transformers under the name "sparselens", together with its mask. A model is
+gated when (1) its config says `attn_implementation: sparselens` and (2) every attention module has a parameter
+`gate_bias` of shape [n_heads]. Both are saved: the first in config.json, where a transformers that has not imported
+sparselens stops with "attn_implementation=sparselens is not supported"; the second beside the other weights.
+
+Keyword arguments of `model(...)` that reach the gates:
+    gate_sample   draw the gates (training) instead of opening them where G > 0
+    gate_seed     seed of the draw; layer, batch, head, query and key are mixed in
+    gate_output   what comes back in `outputs.attentions[layer]` with output_attentions=True:
+                  "edges" [batch, n_heads, 2]: open edges and allowed pairs (default); "pattern" and "margin"
+                  [batch, n_heads, queries, keys]: gate * softmax, and G = S + b
+"""
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
+
+from .config import Gate
+from .gating import gated_attention, gated_pattern
+from .gating.noise import layer_seed
+from .sites import architecture, attention_modules, dimensions
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+NAME = "sparselens"
+ADAPTER_PREFIX = "sparselens:"  # marks an adapter's base so that plain peft cannot load it without its gates
+
+
+def gated_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    gate_sample: bool = False,
+    gate_seed: int = 0,
+    gate_output: str = "edges",
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """What transformers calls in place of its own attention; returns ([batch, queries, n_heads, d_head], record)."""
+    bias = getattr(module, "gate_bias", None)
+    if bias is None:
+        raise ValueError(
+            f"{type(module).__name__} has no gates although its attention is {NAME!r}: "
+            "load this model with sparselens.load(), not with from_pretrained()."
+        )
+    if dropout:
+        raise ValueError(f"gated attention has no dropout (got {dropout}); set the config's attention dropout to 0")
+    complete = attention_mask is not None and attention_mask.ndim == 4
+    if complete and attention_mask.dtype != torch.bool:  # type: ignore[union-attr]
+        attention_mask = attention_mask > torch.finfo(attention_mask.dtype).min / 2  # type: ignore
+    options: dict[str, Any] = dict(
+        scale=scaling,
+        causal=not complete,  # a 4-dimensional mask already says everything
+        window=None if complete else sliding_window,
+        softcap=softcap,
+        mask=attention_mask,
+        sample=gate_sample,
+        seed=layer_seed(gate_seed, module.layer_idx),  # type: ignore[arg-type]
+        normalise=module.config.sparselens["normalise"],  # type: ignore[union-attr,index]
+    )
+    out, edges = gated_attention(query, key, value, bias, **options)
+    if gate_output == "edges":
+        pairs = count_pairs(attention_mask, query.shape[2], key.shape[2], options["window"], query.device)
+        record = torch.stack([edges, pairs.to(edges.dtype)[:, None].expand_as(edges)], dim=-1)
+    elif gate_output in ("pattern", "margin"):
+        pattern, _edges = gated_pattern(query, key, bias, **options)
+        record = pattern.weights if gate_output == "pattern" else pattern.margin
+    else:
+        raise ValueError(f"gate_output={gate_output!r}: expected 'edges', 'pattern' or 'margin'")
+    return out.transpose(1, 2), record
+
+
+def document_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function=causal_mask_function,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs,
+) -> Tensor | None:
+    """The mask in linear memory: the document number of every key, [batch, keys], 0 for padding; None if all are one.
+
+    Two neighbouring tokens that may not see each other belong to different documents, so asking transformers' own
+    mask function about neighbours is enough to find packed documents (and chunks). Whatever does not fit this form
+    (custom mask functions, static caches) is built in full, [batch, 1, queries, keys].
+    """
+    if use_vmap or int(q_offset) + q_length != int(kv_offset) + kv_length:
+        kwargs["allow_is_causal_skip"] = False
+        return sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+            use_vmap=use_vmap, device=device, **kwargs,
+        )  # fmt: skip
+    if mask_function is causal_mask_function and attention_mask is None:
+        return None
+    position = torch.arange(1, kv_length, device=device)[None, :] + kv_offset
+    batch = torch.arange(batch_size, device=device)[:, None]
+    together = mask_function(batch, torch.zeros_like(batch), position, position - 1).expand(batch_size, -1)
+    document = torch.ones(batch_size, kv_length, dtype=torch.int32, device=device)
+    document[:, 1:] += (~together).cumsum(1, dtype=torch.int32)
+    if attention_mask is not None:
+        document *= attention_mask[:, int(kv_offset) : int(kv_offset) + kv_length].to(torch.int32)
+    return document
+
+
+def count_pairs(mask: Tensor | None, queries: int, keys: int, window: int | None, device) -> Tensor:
+    """How many (query, key) pairs the mask allows, fp64 [batch] (or [1]), without building the pairs."""
+    if mask is not None and mask.ndim == 4:
+        return mask.sum((-1, -2), dtype=torch.float64).mean(1)
+    document = torch.ones(1, keys, dtype=torch.int32, device=device) if mask is None else mask
+    real = document != 0
+    # seen[t] tokens up to t are real; a document starts where its number first appears (numbers only grow).
+    seen = torch.cat([real.new_zeros(len(document), 1), real], 1).cumsum(1)
+    number = document.cummax(1).values
+    position = torch.arange(keys, device=device).expand_as(number)
+    first = torch.ones_like(real)
+    first[:, 1:] = number[:, 1:] != number[:, :-1]
+    start = torch.where(first, position, 0).cummax(1).values
+    if window is not None:
+        start = torch.maximum(start, position - window + 1)
+    visible = (seen[:, 1:] - seen.gather(1, start)) * real
+    return visible[:, keys - queries :].sum(1).to(torch.float64)
+
+
+AttentionInterface.register(NAME, gated_attention_forward)
+AttentionMaskInterface.register(NAME, document_mask)
+
+
+def install_gates(model: PreTrainedModel, gate: Gate) -> PreTrainedModel:
+    """Put gates into a dense model, in place: a learnable bias per head and the gated attention."""
+    if is_gated(model):
+        raise ValueError("this model already has gates; change its `gate_bias` parameters instead of adding new ones")
+    architecture(model.config)
+    n_heads = dimensions(model.config).n_heads
+    for name in ("attn_pdrop", "attention_dropout"):
+        if getattr(model.config, name, None):
+            setattr(model.config, name, 0.0)
+    for module in attention_modules(model):
+        weight = next(module.parameters())
+        # fp32 whatever the model's dtype: steps of a slowly learnt bias vanish in bf16.
+        module.gate_bias = nn.Parameter(torch.full((n_heads,), float(gate.bias), device=weight.device))
+        if isinstance(getattr(module, "attention_dropout", None), float | int):
+            module.attention_dropout = 0.0
+        if isinstance(getattr(module, "attn_dropout", None), nn.Dropout):
+            module.attn_dropout.p = 0.0
+    model.config.sparselens = {"version": 1, "normalise": gate.normalise}
+    model.set_attn_implementation(NAME)
+    # An ordinary attribute, so that every save_pretrained writes it and every from_pretrained trips over it.
+    model.config.attn_implementation = NAME
+    return model
+
+
+def is_gated(model: nn.Module) -> bool:
+    return getattr(model.config, "sparselens", None) is not None
+
+
+def gate_biases(model: nn.Module) -> list[nn.Parameter]:
+    """The gate bias [n_heads] of every layer."""
+    return [module.gate_bias for module in attention_modules(model)]  # type: ignore[misc]
+
+
+def load(
+    source: str | Path, gate: Gate | None = None, dtype: str = "float32", device: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """(model, tokenizer) from a hub name, a folder, a Run or a .gguf file: dense or sparse, as it was saved.
+
+    gate: put gates into a dense model. Refused for a model that has gates already.
+    """
+    path = Path(source)
+    if (path / "run.json").is_file():
+        path = path / "model"
+        if not path.is_dir():
+            raise ValueError(f"the run {source} has no model yet; finish it with `--resume`")
+        source = path
+    if (path / "adapter_config.json").is_file():
+        model, tokenizer = _load_adapter(path, dtype)
+    elif path.suffix == ".gguf":
+        model, tokenizer = _load_gguf(path, dtype)
+    else:
+        model, tokenizer = _load_folder(str(source), dtype)
+    if gate is not None:
+        install_gates(model, gate)
+    model.eval()
+    return (model.to(device) if device else model), tokenizer  # type: ignore[arg-type]
+
+
+def _load_folder(source: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    try:
+        config = AutoConfig.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no model found at {source!r}: expected a Hugging Face name, a model folder, a Run or a .gguf file "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+    settings = getattr(config, "sparselens", None)
+    # The dense weights are loaded first, knowingly; the gates follow, and a missing one is an error.
+    options = {"attn_implementation": "eager"} if settings else {}  # the one every family has
+    try:
+        with _quiet():
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), **options)
+    except Exception as error:  # safetensors, OSError and shape errors: all mean the same to the caller
+        raise ValueError(f"the weights at {source!r} cannot be read: {error}") from error
+    if settings:
+        del model.config.sparselens
+        install_gates(model, Gate(normalise=settings["normalise"]))
+        _restore_gates(model, _read_gates(source))
+    return model, tokenizer
+
+
+def _read_gates(source: str) -> dict[str, Tensor]:
+    """Every `gate_bias` tensor in the safetensors files of a folder or hub repository."""
+    import json
+
+    from safetensors import safe_open
+
+    index = cached_file(source, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
+    names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values())) if index else ["model.safetensors"]
+    found: dict[str, Tensor] = {}
+    for name in names:
+        with safe_open(cached_file(source, name), framework="pt") as file:  # type: ignore[arg-type]
+            found |= {key: file.get_tensor(key) for key in file.keys() if key.endswith(".gate_bias")}
+    return found
+
+
+def _restore_gates(model: nn.Module, saved: dict[str, Tensor]) -> None:
+    mine = {name: parameter for name, parameter in model.named_parameters() if name.endswith(".gate_bias")}
+    if mine.keys() != saved.keys():
+        missing = sorted(mine.keys() - saved.keys())
+        raise ValueError(
+            f"this sparse model lacks its gates ({len(missing)} of {len(mine)} missing, first: {missing[:1]}); "
+            "refusing to load it without them. Save it again with sparselens.save()."
+        )
+    with torch.no_grad():
+        for name, parameter in mine.items():
+            parameter.copy_(saved[name])
+
+
+def _load_gguf(path: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    if not path.is_file():
+        raise ValueError(f"no such file: {path}")
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise ValueError("reading .gguf files needs the gguf package: pip install 'sparselens[gguf]'") from None
+    folder, name = str(path.parent), path.name
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    with _quiet():
+        loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=getattr(torch, dtype))
+    # transformers refuses to save a model that came from a gguf file; a fresh one of the same config is just a model.
+    config = AutoConfig.for_model(**{k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"})
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model.load_state_dict(loaded.state_dict())
+    model.tie_weights()
+    model.generation_config = loaded.generation_config
+    model.config._name_or_path = str(path)
+    return model, tokenizer
+
+
+def _load_adapter(path: Path, dtype: str) -> tuple["PeftModel", PreTrainedTokenizerBase]:
+    from peft import PeftConfig, PeftModel
+    from safetensors.torch import load_file
+
+    config = PeftConfig.from_pretrained(str(path))
+    name = config.base_model_name_or_path
+    if not name or not name.startswith(ADAPTER_PREFIX):
+        raise ValueError(f"{path} holds a plain PEFT adapter without gates; sparselens.save() writes adapters with them")
+    base, tokenizer = load(name.removeprefix(ADAPTER_PREFIX), dtype=dtype)
+    if not (path / "gates.safetensors").is_file():
+        raise ValueError(f"{path} lacks gates.safetensors; refusing to load a sparse adapter without its gates")
+    import json
+
+    settings = json.loads((path / "gates.json").read_text())
+    install_gates(base, Gate(normalise=settings["normalise"]))
+    _restore_gates(base, load_file(path / "gates.safetensors"))
+    config.base_model_name_or_path = name.removeprefix(ADAPTER_PREFIX)
+    return PeftModel.from_pretrained(base, str(path), config=config), tokenizer  # type: ignore[arg-type]
+
+
+def save(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path) -> Path:
+    """Write a Hugging Face folder that `load` brings back exactly as it is, gates and adapters included.
+
+    The folder appears whole or not at all: it is written beside its final place and then renamed.
+    """
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(fresh, ignore_errors=True)
+    with _quiet():
+        if hasattr(model, "peft_config"):
+            _save_adapter(model, fresh)
+        else:
+            model.save_pretrained(fresh)  # type: ignore[operator]
+    if tokenizer is not None:
+        tokenizer.save_pretrained(fresh)
+    if folder.exists():
+        old = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+        fresh.rename(folder)
+        shutil.rmtree(old)
+    else:
+        fresh.rename(folder)
+    return folder
+
+
+def _save_adapter(model: nn.Module, folder: Path) -> None:
+    """Adapter weights, gates, and the name of the base: small, but it needs the base to be found again."""
+    import json
+
+    from safetensors.torch import save_file
+
+    base = model.get_base_model()  # type: ignore[operator]
+    name = base.config._name_or_path
+    if not name:
+        raise ValueError("the adapter's base model has no name to load it by; merge_and_unload() it and save the result")
+    config = model.peft_config["default"]  # type: ignore[index]
+    before = config.base_model_name_or_path
+    config.base_model_name_or_path = f"{ADAPTER_PREFIX}{name}"
+    try:
+        # Without this, PEFT looks for the base under its marked name, to see whether the vocabulary has grown.
+        model.save_pretrained(folder, save_embedding_layers=False)  # type: ignore[operator]
+    finally:
+        config.base_model_name_or_path = before
+    # PEFT renames modules it wraps, but the gates sit on attention modules, which it does not touch.
+    gates = {n: p.detach().cpu().contiguous() for n, p in base.named_parameters() if n.endswith(".gate_bias")}
+    save_file(gates, folder / "gates.safetensors")
+    (folder / "gates.json").write_text(json.dumps(base.config.sparselens))
+
+
+class _quiet:
+    """Silence transformers' own bars and its report of unexpected weights (the gates, which are read afterwards)."""
+
+    def __enter__(self) -> None:
+        self.level = transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        self.caught = warnings.catch_warnings()
+        self.caught.__enter__()
+
+    def __exit__(self, *error) -> None:
+        self.caught.__exit__(*error)
+        transformers_logging.set_verbosity(self.level)
+        transformers_logging.enable_progress_bar()

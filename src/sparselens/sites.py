@@ -1,0 +1,241 @@
+"""Where things are in a Hugging Face decoder: the only file that knows GPT-2 from Llama.
+
+A Site is the address of one part of a model: `a3` all heads of layer 3, `a3.h1` one of them, `m4` the MLP of layer 4.
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True, order=True)
+class Site:
+    """The address of one part of a model."""
+
+    kind: str  # "a": attention, "m": MLP
+    layer: int
+    head: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.layer}" + ("" if self.head is None else f".h{self.head}")
+
+    @classmethod
+    def parse(cls, text: "str | Site") -> "Site":
+        """`a3`, `a3.h1` or `m4`; ValueError otherwise."""
+        if isinstance(text, Site):
+            return text
+        match = re.fullmatch(r"([am])(\d+)(?:\.h(\d+))?", text)
+        if match is None or (match[1] == "m" and match[3]):
+            raise ValueError(f"unknown site {text!r}: expected a3 (all heads of layer 3), a3.h1 (one head) or m3 (an MLP)")
+        return cls(match[1], int(match[2]), int(match[3]) if match[3] else None)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Module names of one model family."""
+
+    layers: str  # path of the list of blocks
+    attention: str  # name of the attention in a block
+    mlp: str = "mlp"
+    final_norm: str = "model.norm"
+    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # one name: a fused projection
+    interleaved: bool = False  # a fused projection is [head, q/k/v, d_head] instead of [q/k/v, head, d_head]
+    output: str = "o_proj"
+    attention_norm: str | None = "input_layernorm"  # before attention
+    mlp_norm: str | None = "post_attention_layernorm"  # before the MLP
+    attention_post: str | None = None  # norm of what attention writes, before it is added
+    mlp_post: str | None = None
+
+
+_LLAMA_LIKE = Architecture(layers="model.layers", attention="self_attn")
+_GEMMA = Architecture(
+    layers="model.layers", attention="self_attn", attention_post="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm", mlp_post="post_feedforward_layernorm",
+)  # fmt: skip
+
+# config.model_type -> where to look. Adding a family is one line here and one in tests/models.py.
+ARCHITECTURES = {
+    "gpt2": Architecture(
+        layers="transformer.h", attention="attn", final_norm="transformer.ln_f", projections=("c_attn",), output="c_proj",
+        attention_norm="ln_1", mlp_norm="ln_2",
+    ),
+    "gpt_neox": Architecture(
+        layers="gpt_neox.layers", attention="attention", final_norm="gpt_neox.final_layer_norm",
+        projections=("query_key_value",), interleaved=True, output="dense",
+    ),
+    "llama": _LLAMA_LIKE,
+    "mistral": _LLAMA_LIKE,
+    "qwen2": _LLAMA_LIKE,
+    "qwen3": _LLAMA_LIKE,
+    "olmo": _LLAMA_LIKE,
+    "olmo2": Architecture(
+        layers="model.layers", attention="self_attn", attention_norm=None, mlp_norm=None,
+        attention_post="post_attention_layernorm", mlp_post="post_feedforward_layernorm",
+    ),
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    d_model: int
+    d_head: int
+    max_tokens: int  # longest sequence the model was made for
+
+
+def architecture(config) -> Architecture:
+    """The module names for this config; ValueError naming the supported families otherwise."""
+    try:
+        return ARCHITECTURES[config.model_type]
+    except KeyError:
+        raise ValueError(
+            f"cannot put gates into a {config.model_type!r} model. Supported: {', '.join(sorted(ARCHITECTURES))}."
+        ) from None
+
+
+def dimensions(config) -> Dimensions:
+    """The sizes every room speaks of, under one set of names."""
+    n_heads = config.num_attention_heads
+    return Dimensions(
+        n_layers=config.num_hidden_layers,
+        n_heads=n_heads,
+        n_kv_heads=getattr(config, "num_key_value_heads", None) or n_heads,
+        d_model=config.hidden_size,
+        d_head=getattr(config, "head_dim", None) or config.hidden_size // n_heads,
+        max_tokens=config.max_position_embeddings,
+    )
+
+
+def parallel_blocks(config) -> bool:
+    """Whether attention and MLP of a block read the same residual stream (GPT-NeoX), not one after the other."""
+    return config.model_type == "gpt_neox" and config.use_parallel_residual
+
+
+def base_model(model: "nn.Module") -> Any:
+    """The Hugging Face model itself, seen through a PEFT wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def blocks(model: "nn.Module") -> list["nn.Module"]:
+    """The transformer blocks, first to last."""
+    base = base_model(model)
+    return list(base.get_submodule(architecture(base.config).layers))
+
+
+def attention_modules(model: "nn.Module") -> list["nn.Module"]:
+    """The attention module of every layer, first to last. Looks through PEFT wrappers."""
+    name = architecture(base_model(model).config).attention
+    return [getattr(layer, name) for layer in blocks(model)]
+
+
+def output_projections(model: "nn.Module") -> list["nn.Module"]:
+    """The module that takes all heads' value mixes [batch, tokens, n_heads * d_head] to the residual stream, per layer."""
+    name = architecture(base_model(model).config).output
+    return [getattr(attention, name) for attention in attention_modules(model)]
+
+
+def mlp_modules(model: "nn.Module") -> list["nn.Module"]:
+    """The MLP of every layer, first to last."""
+    name = architecture(base_model(model).config).mlp
+    return [getattr(layer, name) for layer in blocks(model)]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What one block is made of, under the same names for every family. `None`: the family has no such part."""
+
+    weights: "dict[str, tuple[Tensor, Tensor | None]]"  # q, k, v -> [heads, d_model, d_head], bias [heads, d_head]
+    output: "tuple[Tensor, Tensor | None]"  # [n_heads, d_head, d_model], bias [d_model]
+    attention_norm: "nn.Module | None"
+    attention_post: "nn.Module | None"
+    mlp_norm: "nn.Module | None"
+    mlp: "nn.Module"
+    mlp_post: "nn.Module | None"
+    query_norm: "nn.Module | None"  # on queries before rotation, over one head or over all heads at once
+    key_norm: "nn.Module | None"
+    rotate: "Callable[..., tuple[Tensor, Tensor]] | None"  # (q, k, cos, sin) -> (q, k)
+    clip: float | None
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+def parts(model: "nn.Module", layer: int) -> Parts:
+    """Take one block apart. Weights are views wherever the family stores them plainly."""
+    base = base_model(model)
+    config, names, d = base.config, architecture(base.config), dimensions(base.config)
+    block = blocks(model)[layer]
+    attention: Any = getattr(block, names.attention)
+
+    def module(owner: Any, name: str | None) -> Any:
+        return None if name is None else getattr(owner, name, None)
+
+    weights = {}
+    if len(names.projections) == 1:
+        weight, bias = linear(getattr(attention, names.projections[0]))
+        shape = (d.n_heads, 3, d.d_head) if names.interleaved else (3, d.n_heads, d.d_head)
+        weight, bias = weight.unflatten(1, shape), None if bias is None else bias.unflatten(0, shape)
+        for i, name in enumerate("qkv"):
+            one = weight.select(2 if names.interleaved else 1, i).permute(1, 0, 2)
+            weights[name] = one, None if bias is None else bias.select(1 if names.interleaved else 0, i)
+    else:
+        for name, projection in zip("qkv", names.projections, strict=True):
+            weight, bias = linear(getattr(attention, projection))
+            one = weight.unflatten(1, (-1, d.d_head)).permute(1, 0, 2)
+            weights[name] = one, None if bias is None else bias.unflatten(0, (-1, d.d_head))
+    out, out_bias = linear(getattr(attention, names.output))
+    # Mistral hands its config's window to every layer; the others decide per layer.
+    window = config.sliding_window if config.model_type == "mistral" else getattr(attention, "sliding_window", None)
+    return Parts(
+        weights=weights,
+        output=(out.unflatten(0, (d.n_heads, d.d_head)), out_bias),
+        attention_norm=module(block, names.attention_norm),
+        attention_post=module(block, names.attention_post),
+        mlp_norm=module(block, names.mlp_norm),
+        mlp=getattr(block, names.mlp),
+        mlp_post=module(block, names.mlp_post),
+        query_norm=module(attention, "q_norm"),
+        key_norm=module(attention, "k_norm"),
+        # The family's own rotation: NeoX turns part of a head, the others all of it.
+        rotate=getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None),
+        clip=getattr(config, "clip_qkv", None),
+        scale=getattr(attention, "scaling", d.d_head**-0.5),
+        window=window,
+        softcap=config.attn_logit_softcapping if config.model_type == "gemma2" else None,
+    )
+
+
+def linear(module: "nn.Module") -> "tuple[Tensor, Tensor | None]":
+    """(weight [d_in, d_out], bias [d_out] or None) of a linear map, however it is stored (also with LoRA on it)."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    if type(module) is torch.nn.Linear:
+        return module.weight.T, module.bias
+    if type(module) is Conv1D:
+        return module.weight, module.bias
+    weight = next(module.parameters())
+    d_in = getattr(module, "in_features", None) or module.weight.shape[0]  # type: ignore[union-attr,index]
+    with torch.no_grad():  # whatever it is, it is what it does to the unit vectors
+        bias = module(weight.new_zeros(1, d_in))[0]
+        return module(torch.eye(d_in, dtype=weight.dtype, device=weight.device)) - bias, bias
+
+
+def unembed(model: "nn.Module", hidden: "Tensor") -> "Tensor":
+    """Logits [..., vocabulary] from the last residual stream [..., d_model]."""
+    import torch
+
+    base = base_model(model)
+    normed = base.get_submodule(architecture(base.config).final_norm)(hidden)
+    logits = base.get_output_embeddings()(normed)
+    cap = getattr(base.config, "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap

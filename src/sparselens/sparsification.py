@@ -1,0 +1,248 @@
+"""From a pretrained model to a sparse one, with its dense control: the whole of sparse post-training.
+
+  1. check everything that can be checked before any work: model, text, lengths, disk, output folder
+  2. measure the base on held-out sequences; the first quarter may steer the training, the rest is for the report
+  3. train the matched dense control (if asked for), then the sparse model under the loss constraint
+  4. evaluate base, control and sparse side by side on the held-out sequences that steered nothing
+"""
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from .config import Sparsify, Text, Training
+from .constraint import Constraint
+from .data import Batches, TextBatches
+from .evaluate import Measurement, measure
+from .huggingface import gate_biases, install_gates, is_gated, load, save
+from .run import Run
+from .sites import architecture, dimensions
+from .training import Best, Stage, precision_of, train
+
+STEERING_SHARE = 4  # one held-out sequence in this many may steer
+
+
+def sparsify(
+    model: str | Path,
+    data: str | list[str] | Batches,
+    out: str | Path,
+    *,
+    settings: Sparsify | None = None,
+    text: Text | None = None,
+    resume: bool = False,
+    show_progress: bool = True,
+    say: Callable[[str], None] = print,
+    **overrides: Any,
+) -> Run:
+    """Make the attention of a model sparse without losing what it can do; returns the Run.
+
+    model: hub name, folder, Run or .gguf file. data: files, globs, a dataset name, or anything with `Batches`' methods.
+    overrides: fields of `Sparsify`, `Training` or `Text` by name, e.g. steps=500, length=256, control=True.
+    """
+    settings, text = _settings(settings or Sparsify(), text or Text(), overrides)
+    base, tokenizer = load(model)
+    if is_gated(base):
+        raise ValueError(f"{model} is already sparse; start from a dense model")
+    architecture(base.config)
+    batches = data if not isinstance(data, str | list) else _text_batches(data, tokenizer, settings, text)
+    if batches.length > (longest := dimensions(base.config).max_tokens):
+        raise ValueError(f"sequences of {batches.length} tokens are longer than the {longest} this model allows")
+    _refuse_full_disk(Path(out), base, settings)
+    asked = {"model": str(model), "data": batches.describe(), **dataclasses.asdict(settings)}
+    if isinstance(batches, TextBatches):
+        asked["text"] = dataclasses.asdict(text) | {"patterns": [data] if isinstance(data, str) else list(data)}
+        asked["text"]["cache"] = str(text.cache.absolute())
+    run = Run.create(out, "sparsify", asked, resume)
+    try:
+        sparsify_into(run, base, tokenizer, batches, settings, resume=resume, show_progress=show_progress, say=say)
+    finally:
+        run.unlock()
+    return run
+
+
+def _settings(settings: Sparsify, text: Text, overrides: dict[str, Any]) -> tuple[Sparsify, Text]:
+    """Give each override to the dataclass that has a field of that name."""
+    parts: dict[str, Any] = {"training": settings.training, "gate": settings.gate, "text": text, "sparsify": settings}
+    for name, value in overrides.items():
+        if name in ("gate", "training"):
+            parts[name] = value
+            continue
+        owner = next((key for key, part in parts.items() if name in {f.name for f in dataclasses.fields(part)}), None)
+        if owner is None:
+            raise ValueError(f"unknown setting {name!r}; see sparselens sparsify --help for all of them")
+        parts[owner] = dataclasses.replace(parts[owner], **{name: value})
+    settings = dataclasses.replace(parts["sparsify"], training=parts["training"], gate=parts["gate"])
+    if settings.target == "control":
+        settings = dataclasses.replace(settings, control=True)
+    return settings, parts["text"]
+
+
+def _text_batches(data: str | list[str], tokenizer, settings: Sparsify, text: Text) -> TextBatches:
+    training = settings.training
+    return TextBatches(
+        [data] if isinstance(data, str) else list(data),
+        tokenizer,
+        text.length,
+        cache=text.cache,
+        need=training.steps * training.batch * text.length,
+        heldout_patterns=list(text.heldout),
+        heldout_tokens=text.heldout_tokens,
+        field=text.text_field,
+        seed=training.seed,
+    )
+
+
+def _refuse_full_disk(out: Path, model: nn.Module, settings: Sparsify) -> None:
+    """Two checkpoints of weights and both Adam moments, the best state and the results must fit."""
+    weights = 4 * sum(p.numel() for p in model.parameters())
+    need = weights * (12 if settings.control else 9) if not settings.training.lora else 3 * weights
+    place = next(path for path in [out.absolute(), *out.absolute().parents] if path.exists())
+    free = shutil.disk_usage(place).free
+    if free < need:
+        raise ValueError(f"{place} has {free / 1e9:.1f} GB free; this run may need {need / 1e9:.1f} GB")
+
+
+def sparsify_into(
+    run: Run,
+    base: nn.Module,
+    tokenizer: PreTrainedTokenizerBase | None,
+    batches: Batches,
+    settings: Sparsify,
+    *,
+    resume: bool = False,
+    show_progress: bool = True,
+    say: Callable[[str], None] = print,
+) -> nn.Module:
+    """Steps 2 to 4 inside an open Run; returns the sparse model. What a finished stage left there is used again."""
+    training = settings.training
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    base.to(device).requires_grad_(False)
+    steering = steering_count(batches)
+    micro = training.micro_batch or training.batch
+    precision = precision_of(training.precision)
+    autocast = torch.autocast(device, torch.bfloat16, enabled=precision == "bf16")
+    with autocast:
+        reference = measure(base, batches, 0, steering, micro_batch=micro).losses
+    report_from, report_count = report_slice(batches)
+    common: dict[str, Any] = dict(batches=batches, settings=training, steering=steering, reference=reference, say=say,
+                                  show_progress=show_progress)  # fmt: skip
+
+    def result(model: nn.Module) -> Measurement:
+        with autocast:
+            return measure(model, batches, report_from, report_count, micro_batch=micro, base=base)
+
+    rows = [result(base).row(str(run.record["config"]["model"]), "base")]
+    kl = settings.loss == "kl"
+    common["teacher"] = base if kl else None
+    control_loss = None
+    if settings.control:
+        control = _control(run, base, tokenizer, common, resume)
+        rows.append(result(control).row(str(run.path / "control" / "model"), "control"))
+        with autocast:
+            control_loss = measure(control, batches, 0, steering, micro_batch=micro).loss
+        del control
+
+    target = _target(settings, reference.mean().item(), control_loss)
+    constraint = Constraint(target=target, tolerance=settings.tolerance)
+    sparse = _copy(base, training)
+    _add_gates(sparse, settings)
+    say(f"target: {'KL to base' if kl else 'held-out loss'} at most {target:.4f} nats")
+    best = train(
+        Stage("sparse", sparse, folder=run.path, constraint=constraint,
+              slack=lambda done: settings.slack * max(0.0, 1 - done / settings.slack_until), **common),
+        resume,
+    )  # fmt: skip
+    save(sparse, tokenizer, run.path / "model")
+    rows.append(result(sparse).row(str(run.path / "model"), "sparse"))
+    run.write("evaluation.json", rows)
+    run.write("summary.json", _summary(rows, best, target, batches, report_count))
+    _tell(best, target, rows, say)
+    return sparse
+
+
+def steering_count(batches: Batches) -> int:
+    """How many held-out sequences, from the first, may steer the training."""
+    return max(1, batches.n_heldout // STEERING_SHARE)
+
+
+def report_slice(batches: Batches) -> tuple[int, int]:
+    """(first, count) of the held-out sequences that steered nothing; a single one has to do both."""
+    steering = steering_count(batches)
+    return (steering, batches.n_heldout - steering) if batches.n_heldout > steering else (0, batches.n_heldout)
+
+
+def _control(run: Run, base: nn.Module, tokenizer, common: dict[str, Any], resume: bool) -> nn.Module:
+    """The same training without gates. A finished one is not trained again."""
+    folder = run.path / "control"
+    if (folder / "model").is_dir():
+        return load(folder / "model", device=next(base.parameters()).device.type)[0]
+    model = _copy(base, common["settings"])
+    train(Stage("control", model, folder=folder, **common), resume and folder.is_dir())
+    save(model, tokenizer, folder / "model")
+    return model
+
+
+def _copy(base: nn.Module, training: Training) -> nn.Module:
+    """A trainable copy: all weights, or LoRA adapters from a fixed seed, so that control and sparse start alike."""
+    import copy
+
+    model = copy.deepcopy(base).requires_grad_(True)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # dropout would add its own noise to the constrained loss
+    if not training.lora:
+        return model
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise ValueError("LoRA needs the peft package: pip install 'sparselens[lora]'") from None
+    torch.manual_seed(training.seed)
+    config = LoraConfig(r=training.lora, lora_alpha=2 * training.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, config)  # type: ignore[arg-type]
+
+
+def _add_gates(model: nn.Module, settings: Sparsify) -> None:
+    install_gates(model.get_base_model() if settings.training.lora else model, settings.gate)  # type: ignore
+    for bias in gate_biases(model):
+        bias.requires_grad_(True)
+
+
+def _target(settings: Sparsify, base_loss: float, control_loss: float | None) -> float:
+    if settings.target not in ("base", "control"):
+        return float(settings.target) + settings.tolerance
+    if settings.loss == "kl":
+        return settings.tolerance  # the base's distance from itself is zero
+    return (base_loss if settings.target == "base" else control_loss) + settings.tolerance  # type: ignore[operator]
+
+
+def _summary(rows: list[dict], best: Best, target: float, batches: Batches, report_count: int) -> dict[str, Any]:
+    summary: dict[str, Any] = {"target": target, "met": best.met, "best_step": best.step, "report_sequences": report_count}
+    for row in rows:
+        summary[row["kind"]] = {key: row[key] for key in ("loss", "kl_to_base", "density", "edges_per_query")}
+    return summary
+
+
+def _tell(best: Best, target: float, rows: list[dict], say: Callable[[str], None]) -> None:
+    if not best.met:
+        say(
+            f"The target {target:.4f} was not reached: the closest state (step {best.step}) has held-out loss "
+            f"{best.loss:.4f} at density {best.density:.2%}; it is the one that was kept. "
+            "Allow more (--tolerance), train longer (--steps), or loosen the start (--slack)."
+        )
+    say(table(rows))
+
+
+def table(rows: list[dict]) -> str:
+    """Base, control and sparse side by side, as text."""
+    lines = [f"{'':10}{'loss':>9}{'KL to base':>12}{'density':>10}{'edges/query':>13}"]
+    for row in rows:
+        kl = "" if row["kl_to_base"] is None else f"{row['kl_to_base']:.4f}"
+        per_query = "" if row["edges_per_query"] is None else f"{row['edges_per_query']:.3f}"
+        lines.append(f"{row['kind']:10}{row['loss']:9.4f}{kl:>12}{row['density']:10.3%}{per_query:>13}")
+    return "\n".join(lines)

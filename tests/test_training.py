@@ -1,0 +1,344 @@
+"""The training loop on a real (tiny) task: resume is exact, NaNs are survived, Ctrl-C loses nothing."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from models import tiny_model, tiny_tokenizer
+
+import sparselens as sl
+from sparselens import training
+from sparselens.config import Sparsify, Training
+from sparselens.evaluate import measure
+from sparselens.huggingface import gate_biases, is_gated
+from sparselens.run import Metrics, checkpoints
+from sparselens.sparsification import _settings, _target
+
+TIMES = ("tokens_per_second",)
+
+
+class Copying:
+    """Sequences whose second half repeats the first: learnable by a tiny model in a few dozen steps."""
+
+    length, n_heldout = 16, 32
+
+    def _make(self, numbers, offset):
+        rows = [torch.randint(2, 64, (8,), generator=torch.Generator().manual_seed(offset + i)) for i in numbers]
+        ids = torch.stack([torch.cat([row, row]) for row in rows])
+        labels = torch.cat([ids[:, 1:], torch.full((len(rows), 1), -100)], 1)
+        return {"input_ids": ids, "labels": labels}
+
+    def train(self, start, count):
+        return self._make(range(start, start + count), 0)
+
+    def heldout(self, start, count):
+        return self._make((i % self.n_heldout for i in range(start, start + count)), 10**9)
+
+    def describe(self):
+        return {"task": "copying"}
+
+
+@pytest.fixture
+def base(tmp_path):
+    sl.save(tiny_model("llama"), tiny_tokenizer(), tmp_path / "base")
+    return tmp_path / "base"
+
+
+QUICK = dict(steps=12, batch=4, evaluate_every=4, evaluate_sequences=4, checkpoint_every=5, lr=1e-3, bias_lr=0.05, slack=1.0)
+
+
+def sparsify(base, out, **options):
+    said = []
+    run = sl.sparsify(base, Copying(), out, show_progress=False, say=said.append, **(QUICK | options))
+    return run, said
+
+
+def lines(run):
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in Metrics.read(run)]
+
+
+def test_end_to_end_with_control(base, tmp_path):
+    run, said = sparsify(base, tmp_path / "run", control=True, steps=30)
+    rows = run.read("evaluation.json")
+    assert [row["kind"] for row in rows] == ["base", "control", "sparse"]
+    for row in rows:
+        assert row.keys() >= {"name", "kind", "loss", "kl_to_base", "density", "density_per_layer", "edges_per_query"}
+    assert rows[0]["kl_to_base"] == pytest.approx(0, abs=1e-6) and rows[1]["kl_to_base"] > 0
+    assert 0 < rows[2]["density"] < 0.9 and rows[0]["density"] == rows[1]["density"] == 1
+    assert "control" in said[-1] and "sparse" in said[-1]
+    assert len(lines(run.path)) == 30 and len(lines(run.path / "control")) == 30
+    model, tokenizer = sl.load(run.path)
+    assert is_gated(model) and len(tokenizer) == 64
+    measured = measure(model, Copying(), 8, 24)
+    assert measured.density == pytest.approx(rows[2]["density"]) and measured.loss == pytest.approx(rows[2]["loss"])
+
+
+def test_control_sees_the_same_data_and_starts_from_the_same_weights(base, tmp_path):
+    """With gates wide open, the first step of the sparse model is the first step of its control."""
+    run, _ = sparsify(base, tmp_path / "run", control=True, gate=sl.Gate(bias=1e4))
+    sparse, control = lines(run.path), lines(run.path / "control")
+    assert sparse[0]["loss"] == pytest.approx(control[0]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"lora": 2}, {"micro_batch": 2}, {"loss": "kl", "target": "base"}], ids=str)
+def test_resume_is_bit_identical(base, tmp_path, options, monkeypatch):
+    """Interrupted after step 7 and resumed: every metric of every step equals the uninterrupted run's."""
+    whole, _ = sparsify(base, tmp_path / "whole", **options)
+    stop_after(monkeypatch, 7)
+    with pytest.raises(training.Interrupted, match="after step 7 of 12"):
+        sparsify(base, tmp_path / "parts", **options)
+    monkeypatch.undo()
+    parts, _ = sparsify(base, tmp_path / "parts", resume=True, **options)
+    assert lines(parts.path) == lines(whole.path)
+    assert [r["loss"] for r in parts.read("evaluation.json")] == [r["loss"] for r in whole.read("evaluation.json")]
+
+
+def stop_after(monkeypatch, step):
+    """As if Ctrl-C came during that step."""
+    original = training.describe
+    calls = []
+
+    def describe(*args):
+        calls.append(1)
+        if len(calls) == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(*args)
+
+    monkeypatch.setattr(training, "describe", describe)
+
+
+def test_interrupted_control_is_resumed_too(base, tmp_path, monkeypatch):
+    whole, _ = sparsify(base, tmp_path / "whole", control=True)
+    stop_after(monkeypatch, 6)
+    with pytest.raises(training.Interrupted):
+        sparsify(base, tmp_path / "parts", control=True)
+    monkeypatch.undo()
+    parts, _ = sparsify(base, tmp_path / "parts", control=True, resume=True)
+    assert lines(parts.path / "control") == lines(whole.path / "control") and lines(parts.path) == lines(whole.path)
+
+
+def test_resume_from_a_damaged_checkpoint_uses_the_one_before(base, tmp_path, monkeypatch):
+    whole, _ = sparsify(base, tmp_path / "whole")
+    stop_after(monkeypatch, 7)
+    with pytest.raises(training.Interrupted):
+        sparsify(base, tmp_path / "parts")
+    monkeypatch.undo()
+    newest = checkpoints(tmp_path / "parts" / "checkpoints")[0]
+    assert newest.name == "step-00000007"
+    (newest / "state.safetensors").write_bytes(b"garbage")
+    parts, said = sparsify(base, tmp_path / "parts", resume=True)
+    assert any("damaged" in text for text in said)
+    assert lines(parts.path) == lines(whole.path)
+
+
+def test_resume_of_a_finished_run_trains_nothing(base, tmp_path):
+    run, _ = sparsify(base, tmp_path / "run")
+    before = (run.path / "metrics.jsonl").read_text()
+    sparsify(base, tmp_path / "run", resume=True)
+    assert (run.path / "metrics.jsonl").read_text() == before
+
+
+def poison(monkeypatch, steps, weights=False):
+    """Make the loss NaN at these calls; optionally ruin a weight as well."""
+    original = training.loss_and_density
+    calls = []
+
+    def bad(stage, batch, seed):
+        loss, density = original(stage, batch, seed)
+        calls.append(1)
+        if len(calls) in steps:
+            if weights:
+                with torch.no_grad():
+                    next(p for p in stage.model.parameters() if p.requires_grad).view(-1)[0] = math.nan
+            loss = loss * math.nan
+        return loss, density
+
+    monkeypatch.setattr(training, "loss_and_density", bad)
+
+
+def test_a_nan_is_discarded_and_reported(base, tmp_path, monkeypatch):
+    poison(monkeypatch, {6, 7})
+    run, said = sparsify(base, tmp_path / "run")
+    assert sum("discarded" in text for text in said) == 2
+    steps = [line["step"] for line in lines(run.path)]
+    assert steps == [1, 2, 3, 4, 5, 8, 9, 10, 11, 12]
+    assert all(torch.isfinite(p).all() for p in sl.load(run.path)[0].parameters())
+
+
+def test_ruined_weights_go_back_to_the_last_checkpoint(base, tmp_path, monkeypatch):
+    poison(monkeypatch, {9}, weights=True)
+    run, said = sparsify(base, tmp_path / "run")
+    assert any("went back to the checkpoint of step 5" in text for text in said)
+    assert all(torch.isfinite(p).all() for p in sl.load(run.path)[0].parameters())
+
+
+def test_three_nans_in_a_row_stop_with_advice(base, tmp_path, monkeypatch):
+    poison(monkeypatch, {6, 7, 8})
+    with pytest.raises(ValueError, match=r"3 steps in a row were not finite.*--lr"):
+        sparsify(base, tmp_path / "run")
+    monkeypatch.undo()
+    sparsify(base, tmp_path / "run", resume=True)  # what was computed before is still there
+
+
+def test_ctrl_c_in_a_real_process(base, tmp_path):
+    """SIGINT to the command line: exit code 130, a sentence, a checkpoint; --resume finishes the run."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n<|endoftext|>\n".join(" ".join(f"w{(i * j) % 62}" for j in range(40)) for i in range(200)))
+    arguments = [sys.executable, "-m", "sparselens", "sparsify", str(base), "--data", str(text), "--out",
+                 str(tmp_path / "run"), "--length", "16", "--batch", "2", "--steps", "150", "--cache",
+                 str(tmp_path / "cache"), "--evaluate-every", "100", "--checkpoint-every", "1000"]  # fmt: skip
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.time() + 60
+    while time.time() < deadline and (not metrics.is_file() or metrics.read_text().count("\n") < 5):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "continue with --resume" in errors and "Traceback" not in errors
+    done = subprocess.run([*arguments, "--resume"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    steps = [line["step"] for line in Metrics.read(tmp_path / "run")]
+    assert steps == list(range(1, 151))
+
+
+def test_unreachable_target_keeps_the_best_and_says_so(base, tmp_path):
+    run, said = sparsify(base, tmp_path / "run", target="0.0001")
+    assert any("was not reached" in text for text in said)
+    summary = run.read("summary.json")
+    assert summary["met"] is False and summary["best_step"] > 0
+    assert is_gated(sl.load(run.path)[0])
+
+
+def test_the_returned_state_is_the_sparsest_that_meets_the_target(base, tmp_path):
+    run, _ = sparsify(base, tmp_path / "run", target="100", steps=20, evaluate_every=2, evaluate_sequences=8)
+    evaluated = [line for line in lines(run.path) if "heldout_density" in line]
+    best = min(evaluated, key=lambda line: line["heldout_density"])
+    assert run.read("summary.json")["best_step"] == best["step"]
+
+
+def test_best_prefers_meeting_over_density_and_loss_over_nothing():
+    best = training.Best()
+    assert best.improved_by(5.0, 0.0, 0.5, target=1.0)
+    best = training.Best(1, 5.0, 0.5, met=False)
+    assert best.improved_by(4.0, 0.0, 0.9, target=1.0), "closer to the target"
+    assert best.improved_by(0.9, 0.0, 0.9, target=1.0), "meets it"
+    met = training.Best(2, 0.9, 0.4, met=True)
+    assert not met.improved_by(0.5, 0.0, 0.5, target=1.0), "denser"
+    assert not met.improved_by(0.99, 0.02, 0.1, target=1.0), "sparser, but not surely within the target"
+    assert met.improved_by(0.99, 0.0, 0.1, target=1.0)
+
+
+def test_lora_trains_adapters_and_gates_only(base, tmp_path):
+    run, _ = sparsify(base, tmp_path / "run", lora=2)
+    model, _ = sl.load(run.path)
+    dense, _ = sl.load(base)
+    frozen = dict(dense.named_parameters())
+    inner = {name.replace(".base_layer", ""): p for name, p in model.get_base_model().named_parameters()}
+    assert all(torch.equal(inner[name], p) for name, p in frozen.items())
+    assert any(bias.abs().sum() > 0 for bias in gate_biases(model))
+    assert (run.path / "model" / "adapter_model.safetensors").is_file()
+
+
+def test_kl_target_is_the_tolerance():
+    assert _target(Sparsify(loss="kl", tolerance=0.05), 3.0, None) == 0.05
+    assert _target(Sparsify(tolerance=0.05), 3.0, None) == pytest.approx(3.05)
+    assert _target(Sparsify(target="control", tolerance=0.05), 3.0, 2.5) == pytest.approx(2.55)
+    assert _target(Sparsify(target="2", tolerance=0.05), 3.0, None) == pytest.approx(2.05)
+
+
+def test_overrides_reach_the_right_settings():
+    from sparselens.config import Text
+
+    settings, text = _settings(Sparsify(), Text(), {"steps": 7, "length": 99, "target": "control", "bias": 1.0})
+    assert settings.training.steps == 7 and text.length == 99 and settings.control and settings.gate.bias == 1.0
+    with pytest.raises(ValueError, match="unknown setting 'stepps'"):
+        _settings(Sparsify(), Text(), {"stepps": 7})
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"steps": 0}, "steps=0"),
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"micro_batch": 3}, "does not divide"),
+        ({"warmup": 2.0}, "warmup=2.0"),
+        ({"lora": -1}, "lora=-1"),
+    ],
+)
+def test_bad_training_settings(change, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        Training(**change)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [({"target": "low"}, "target='low'"), ({"tolerance": 0.0}, "tolerance=0.0"), ({"slack_until": 0.0}, "slack_until")],
+)
+def test_bad_sparsify_settings(change, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        Sparsify(**change)
+
+
+def test_refusals_before_any_work(base, tmp_path, monkeypatch):
+    """Each of these fails before a single file is written."""
+
+    class Long(Copying):
+        length = 1000
+
+    with pytest.raises(ValueError, match="longer than the 64 this model allows"):
+        sl.sparsify(base, Long(), tmp_path / "run")
+    with pytest.raises(ValueError, match="no model found"):
+        sl.sparsify("no-such/model", Copying(), tmp_path / "run")
+    with pytest.raises(ValueError, match="no text found"):
+        sl.sparsify(base, str(tmp_path / "*.nothing"), tmp_path / "run")
+    import shutil
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
+    with pytest.raises(ValueError, match="GB free; this run may need"):
+        sl.sparsify(base, Copying(), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sparse_model_is_not_made_sparse_again(base, tmp_path):
+    run, _ = sparsify(base, tmp_path / "run")
+    with pytest.raises(ValueError, match="already sparse"):
+        sparsify(run.path, tmp_path / "again")
+
+
+def test_an_existing_run_is_not_overwritten(base, tmp_path):
+    run, _ = sparsify(base, tmp_path / "run")
+    before = json.loads((run.path / "summary.json").read_text())
+    with pytest.raises(ValueError, match="already holds a run"):
+        sparsify(base, tmp_path / "run")
+    with pytest.raises(ValueError, match="holds another run"):
+        sparsify(base, tmp_path / "run", resume=True, lr=5e-3)
+    assert json.loads((run.path / "summary.json").read_text()) == before
+
+
+def test_full_disk_in_mid_run(base, tmp_path):
+    """The file size limit hits at the first checkpoint after the start; the run can go on once it is lifted."""
+    import resource
+
+    size = (tmp_path / "base" / "model.safetensors").stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * size, before[1]))  # weights fit, Adam's moments do not
+        with pytest.raises(OSError, match=r"could not write the checkpoint of step 5.*--resume"):
+            sparsify(base, tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    whole, _ = sparsify(base, tmp_path / "whole")
+    resumed, _ = sparsify(base, tmp_path / "run", resume=True)
+    assert lines(resumed.path) == lines(whole.path)
+
+
+def test_trackers_are_optional_and_work(base, tmp_path):
+    pytest.importorskip("tensorboard")
+    run, _ = sparsify(base, tmp_path / "run", tracker="tensorboard")
+    assert list(run.path.rglob("events.out.tfevents*"))
