@@ -6,6 +6,7 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+torch.set_num_threads(1)  # tiny models gain nothing from more, and the tests themselves run in parallel
 
 SHARED = Path(os.environ.get("SPARSELENS_SHARED", Path(__file__).parents[2] / "shared"))
 

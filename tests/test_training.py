@@ -50,7 +50,9 @@ def base(tmp_path):
     return tmp_path / "base"
 
 
-QUICK = dict(steps=12, batch=4, evaluate_every=4, evaluate_sequences=4, checkpoint_every=5, lr=1e-3, bias_lr=0.05, slack=1.0)
+QUICK = dict(
+    steps=12, batch=4, evaluate_every=4, evaluate_sequences=4, checkpoint_every=5, lr=1e-3, bias_lr=0.05, slack=1.0
+)
 
 
 def sparsify(base, out, **options):

@@ -144,7 +144,9 @@ def _documents_of_parquet(file: IO[bytes], field: str, path: Path) -> Iterator[t
     import pyarrow.parquet as pq
 
     with tempfile.TemporaryFile() as plain:
-        if path.suffix != ".parquet":  # parquet needs random access; its compressed form is unpacked to disk, not memory
+        if (
+            path.suffix != ".parquet"
+        ):  # parquet needs random access; its compressed form is unpacked to disk, not memory
             while block := file.read(PIECE):
                 plain.write(block)
             file = plain

@@ -17,7 +17,9 @@ from .run import Run
 from .sparsification import sparsify_into
 from .training import Stage, train
 
-DENSE = Training(steps=1200, batch=128, lr=3e-3, decay=0.9, evaluate_every=250, evaluate_sequences=500, checkpoint_every=500)
+DENSE = Training(
+    steps=1200, batch=128, lr=3e-3, decay=0.9, evaluate_every=250, evaluate_sequences=500, checkpoint_every=500
+)
 SPARSE = Sparsify(
     tolerance=0.0015,
     slack=0.2,
@@ -28,8 +30,10 @@ SPARSE = Sparsify(
 )
 
 
-def demo(out: str | Path = "runs/demo", seed: int = 0, show_progress: bool = True, say: Callable[[str], None] = print) -> Run:
-    """Everything from nothing: a dense addition model, its control, the sparse one, figure 1. Goes on where it stopped."""
+def demo(
+    out: str | Path = "runs/demo", seed: int = 0, show_progress: bool = True, say: Callable[[str], None] = print
+) -> Run:
+    """A dense addition model, its control, the sparse one and figure 1, from nothing. Goes on where it stopped."""
     out = Path(out)
     if (out / "summary.json").is_file() and (out / "figure1.png").is_file():
         run = Run(out)
@@ -39,15 +43,15 @@ def demo(out: str | Path = "runs/demo", seed: int = 0, show_progress: bool = Tru
     began = time.perf_counter()
     sparse_settings = dataclasses.replace(SPARSE, training=dataclasses.replace(SPARSE.training, seed=seed))
     dense_settings = dataclasses.replace(DENSE, seed=seed)
-    asked = {"model": "addition", "seed": seed, "dense": dataclasses.asdict(dense_settings), **dataclasses.asdict(sparse_settings)}  # fmt: skip
+    asked = {"model": "addition", "seed": seed, "dense": dataclasses.asdict(dense_settings)}
+    asked |= dataclasses.asdict(sparse_settings)
     resume = (out / "run.json").is_file()
     run = Run.create(out, "demo", asked, resume)
     try:
         batches = AdditionBatches(seed)
         base, tokenizer = _dense(run, batches, dense_settings, resume, show_progress, say)
-        sparse = sparsify_into(
-            run, base, tokenizer, batches, sparse_settings, resume=resume, show_progress=show_progress, say=lambda text: None
-        )  # fmt: skip
+        quiet = {"resume": resume, "show_progress": show_progress, "say": lambda text: None}
+        sparse = sparsify_into(run, base, tokenizer, batches, sparse_settings, **quiet)
         flow = {"base": trace(base, *EXAMPLE), "sparse": trace(sparse, *EXAMPLE)}
         run.write("figure1.json", flow)
         for suffix in ("png", "svg"):
@@ -113,4 +117,5 @@ def _tell(run: Run, say: Callable[[str], None]) -> None:
         say(f"{row['kind']:10}{row['exact']:12.2%}{row['loss']:10.5f}{edges:10.1f} /{summary['edges_total']:5}")
     layers = ", ".join(f"layer {i}: {n:.1f}" for i, n in enumerate(summary["edges_per_layer"]))
     say(f"\nopen edges by layer: {layers}")
-    say(f"{summary['seconds']:.0f} s. Look at {run.path / 'figure1.png'}; load the model with sparselens.load('{run.path}').")
+    say(f"{summary['seconds']:.0f} s. Look at {run.path / 'figure1.png'}.")
+    say(f"Load the sparse model with sparselens.load('{run.path}').")

@@ -37,7 +37,9 @@ class Measurement:
     def row(self, name: str, kind: str) -> dict[str, Any]:
         """One object of `sparselens evaluate --json`. A dense model has density 1."""
         row: dict[str, Any] = {"name": name, "kind": kind, "loss": self.loss, "sequences": len(self.losses)}
-        row["loss_standard_error"] = (self.losses.std() / len(self.losses) ** 0.5).item() if len(self.losses) > 1 else None
+        row["loss_standard_error"] = (
+            (self.losses.std() / len(self.losses) ** 0.5).item() if len(self.losses) > 1 else None
+        )
         row["kl_to_base"] = None if self.kl is None else self.kl.mean().item()
         row["exact"] = self.correct.float().mean().item()
         if self.edges is None or self.pairs is None:

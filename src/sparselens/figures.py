@@ -30,7 +30,9 @@ def draw_flow(flow: dict[str, Any], path: str | Path) -> None:
                 arrowstyle="-|>", mutation_scale=20, linewidth=1.8, color=INK,
             )
         )  # fmt: skip
-        figure.text(0.022, 0.5, "Sparsity-Regularised Finetuning", rotation=90, va="center", ha="center", fontsize=12, color=INK)
+        figure.text(
+            0.022, 0.5, "Sparsity-Regularised Finetuning", rotation=90, va="center", ha="center", fontsize=12, color=INK
+        )
         figure.savefig(path, dpi=220, metadata={"Date": None} if str(path).endswith("svg") else None)
         plt.close(figure)
 
@@ -52,7 +54,9 @@ def _draw_flow_panel(axis, title: str, rows: dict[str, Any]) -> None:
                         colours.append((*blue, min(1.0, 0.04 + 0.9 * weight)))
                         widths.append(0.5 + 1.5 * weight)
     axis.add_patch(
-        FancyBboxPatch((-1.75, -0.9), positions + 1.35, n_layers + 2.35, boxstyle="round,pad=0.05", fill=False, ec=GREY, lw=1)
+        FancyBboxPatch(
+            (-1.75, -0.9), positions + 1.35, n_layers + 2.35, boxstyle="round,pad=0.05", fill=False, ec=GREY, lw=1
+        )
     )
     for position in range(positions):  # the residual stream: every position passes itself on
         axis.plot([position, position], [0, n_layers], color=LIGHT, lw=0.8, ls=(0, (1, 2)), zorder=0)
@@ -67,7 +71,15 @@ def _draw_flow_panel(axis, title: str, rows: dict[str, Any]) -> None:
         axis.text(position, -0.48, rows["input"][position], color=INK, **style)
         axis.text(position, n_layers + 0.48, rows["output"][position], color=GREY if unchanged else INK, **style)
     axis.text(-1.6, n_layers + 1.12, title, fontsize=12, fontweight="bold", va="center", color=INK)
-    axis.text(positions - 0.55, n_layers + 1.12, f"{rows['edges']:,} attention edges", fontsize=9, va="center", ha="right", color=INK)
+    axis.text(
+        positions - 0.55,
+        n_layers + 1.12,
+        f"{rows['edges']:,} attention edges",
+        fontsize=9,
+        va="center",
+        ha="right",
+        color=INK,
+    )
     axis.set_xlim(-1.9, positions - 0.2)
     axis.set_ylim(-1.05, n_layers + 1.6)
     axis.axis("off")

@@ -13,10 +13,11 @@ Keyword arguments of `model(...)` that reach the gates:
                   [batch, n_heads, queries, keys]: gate * softmax, and G = S + b
 """
 
+import functools
 import shutil
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +38,6 @@ from .config import Gate
 from .gating import gated_attention, gated_pattern
 from .gating.noise import layer_seed
 from .sites import architecture, attention_modules, dimensions
-
-if TYPE_CHECKING:
-    from peft import PeftModel
 
 NAME = "sparselens"
 ADAPTER_PREFIX = "sparselens:"  # marks an adapter's base so that plain peft cannot load it without its gates
@@ -84,7 +82,7 @@ def gated_attention_forward(
     )
     out, edges = gated_attention(query, key, value, bias, **options)
     if gate_output == "edges":
-        pairs = count_pairs(attention_mask, query.shape[2], key.shape[2], options["window"], query.device)
+        pairs = pairs_once(attention_mask, query.shape[2], key.shape[2], options["window"], query.device)
         record = torch.stack([edges, pairs.to(edges.dtype)[:, None].expand_as(edges)], dim=-1)
     elif gate_output in ("pattern", "margin"):
         pattern, _edges = gated_pattern(query, key, bias, **options)
@@ -149,6 +147,25 @@ def count_pairs(mask: Tensor | None, queries: int, keys: int, window: int | None
     return visible[:, keys - queries :].sum(1).to(torch.float64)
 
 
+def pairs_once(mask: Tensor | None, queries: int, keys: int, window: int | None, device) -> Tensor:
+    """`count_pairs` once per forward pass: its dozen small kernels in every layer would cost more than the attention.
+
+    Layers share the mask tensor, so the count is kept on it; without a mask it depends on the sizes alone.
+    """
+    if mask is None:
+        return _causal_pairs(queries, keys, window, device)
+    known = mask.__dict__.setdefault("_sparselens_pairs", {})
+    if (queries, window) not in known:
+        known[queries, window] = count_pairs(mask, queries, keys, window, device)
+    return known[queries, window]
+
+
+@functools.lru_cache(maxsize=64)
+def _causal_pairs(queries: int, keys: int, window: int | None, device) -> Tensor:
+    with torch.inference_mode(False):  # the tensor outlives the caller
+        return count_pairs(None, queries, keys, window, device)
+
+
 AttentionInterface.register(NAME, gated_attention_forward)
 AttentionMaskInterface.register(NAME, document_mask)
 
@@ -162,6 +179,7 @@ def install_gates(model: PreTrainedModel, gate: Gate) -> PreTrainedModel:
     for name in ("attn_pdrop", "attention_dropout"):
         if getattr(model.config, name, None):
             setattr(model.config, name, 0.0)
+    module: Any
     for module in attention_modules(model):
         weight = next(module.parameters())
         # fp32 whatever the model's dtype: steps of a slowly learnt bias vanish in bf16.
@@ -199,6 +217,7 @@ def load(
         if not path.is_dir():
             raise ValueError(f"the run {source} has no model yet; finish it with `--resume`")
         source = path
+    model: Any
     if (path / "adapter_config.json").is_file():
         model, tokenizer = _load_adapter(path, dtype)
     elif path.suffix == ".gguf":
@@ -246,7 +265,7 @@ def _read_gates(source: str) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name in names:
         with safe_open(cached_file(source, name), framework="pt") as file:  # type: ignore[arg-type]
-            found |= {key: file.get_tensor(key) for key in file.keys() if key.endswith(".gate_bias")}
+            found |= {key: file.get_tensor(key) for key in file.keys() if key.endswith(".gate_bias")}  # noqa: SIM118 (not a dict)
     return found
 
 
@@ -284,14 +303,16 @@ def _load_gguf(path: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedToken
     return model, tokenizer
 
 
-def _load_adapter(path: Path, dtype: str) -> tuple["PeftModel", PreTrainedTokenizerBase]:
+def _load_adapter(path: Path, dtype: str) -> tuple[Any, PreTrainedTokenizerBase]:
     from peft import PeftConfig, PeftModel
     from safetensors.torch import load_file
 
     config = PeftConfig.from_pretrained(str(path))
     name = config.base_model_name_or_path
     if not name or not name.startswith(ADAPTER_PREFIX):
-        raise ValueError(f"{path} holds a plain PEFT adapter without gates; sparselens.save() writes adapters with them")
+        raise ValueError(
+            f"{path} holds a plain PEFT adapter without gates; sparselens.save() writes adapters with them"
+        )
     base, tokenizer = load(name.removeprefix(ADAPTER_PREFIX), dtype=dtype)
     if not (path / "gates.safetensors").is_file():
         raise ValueError(f"{path} lacks gates.safetensors; refusing to load a sparse adapter without its gates")
@@ -331,22 +352,24 @@ def save(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: st
     return folder
 
 
-def _save_adapter(model: nn.Module, folder: Path) -> None:
+def _save_adapter(model: Any, folder: Path) -> None:
     """Adapter weights, gates, and the name of the base: small, but it needs the base to be found again."""
     import json
 
     from safetensors.torch import save_file
 
-    base = model.get_base_model()  # type: ignore[operator]
+    base = model.get_base_model()
     name = base.config._name_or_path
     if not name:
-        raise ValueError("the adapter's base model has no name to load it by; merge_and_unload() it and save the result")
-    config = model.peft_config["default"]  # type: ignore[index]
+        raise ValueError(
+            "the adapter's base model has no name to load it by; merge_and_unload() it and save the result"
+        )
+    config = model.peft_config["default"]
     before = config.base_model_name_or_path
     config.base_model_name_or_path = f"{ADAPTER_PREFIX}{name}"
     try:
         # Without this, PEFT looks for the base under its marked name, to see whether the vocabulary has grown.
-        model.save_pretrained(folder, save_embedding_layers=False)  # type: ignore[operator]
+        model.save_pretrained(folder, save_embedding_layers=False)
     finally:
         config.base_model_name_or_path = before
     # PEFT renames modules it wraps, but the gates sit on attention modules, which it does not touch.

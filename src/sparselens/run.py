@@ -98,7 +98,9 @@ class Run:
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         if self.record["kind"] != kind or changed:
             differs = ", ".join(f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in changed) or kind
-            raise ValueError(f"{self.path} holds another run ({differs}); resume with its settings or choose another --out")
+            raise ValueError(
+                f"{self.path} holds another run ({differs}); resume with its settings or choose another --out"
+            )
 
     def lock(self) -> None:
         """Refuse to share the folder with a second process. The lock dies with the process that holds it."""
@@ -106,7 +108,9 @@ class Run:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(f"another process is writing to {self.path}; wait for it or choose another --out") from None
+            raise ValueError(
+                f"another process is writing to {self.path}; wait for it or choose another --out"
+            ) from None
 
     def unlock(self) -> None:
         if self._lock is not None:
@@ -157,7 +161,9 @@ class Metrics:
 # ---- checkpoints: tensors in safetensors, everything else in JSON, checksums over both -------------------------------
 
 
-def save_checkpoint(folder: Path, step: int, tensors: "dict[str, Tensor]", state: dict[str, Any], keep: int = 2) -> Path:
+def save_checkpoint(
+    folder: Path, step: int, tensors: "dict[str, Tensor]", state: dict[str, Any], keep: int = 2
+) -> Path:
     """Publish `folder/step-N` atomically and drop all but the newest ones. A full disk costs only the new one."""
     from safetensors.torch import save_file
 
@@ -166,7 +172,8 @@ def save_checkpoint(folder: Path, step: int, tensors: "dict[str, Tensor]", state
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary / "state.safetensors")  # fmt: skip
+        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(whole, temporary / "state.safetensors")
         (temporary / "state.json").write_text(json.dumps(state))
         sums = {name: _checksum(temporary / name) for name in ("state.safetensors", "state.json")}
         write_json(temporary / "checksums.json", sums)

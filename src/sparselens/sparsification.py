@@ -1,9 +1,9 @@
 """From a pretrained model to a sparse one, with its dense control: the whole of sparse post-training.
 
-  1. check everything that can be checked before any work: model, text, lengths, disk, output folder
-  2. measure the base on held-out sequences; the first quarter may steer the training, the rest is for the report
-  3. train the matched dense control (if asked for), then the sparse model under the loss constraint
-  4. evaluate base, control and sparse side by side on the held-out sequences that steered nothing
+1. check everything that can be checked before any work: model, text, lengths, disk, output folder
+2. measure the base on held-out sequences; the first quarter may steer the training, the rest is for the report
+3. train the matched dense control (if asked for), then the sparse model under the loss constraint
+4. evaluate base, control and sparse side by side on the held-out sequences that steered nothing
 """
 
 import dataclasses
@@ -50,13 +50,16 @@ def sparsify(
     if is_gated(base):
         raise ValueError(f"{model} is already sparse; start from a dense model")
     architecture(base.config)
-    batches = data if not isinstance(data, str | list) else _text_batches(data, tokenizer, settings, text)
-    if batches.length > (longest := dimensions(base.config).max_tokens):
-        raise ValueError(f"sequences of {batches.length} tokens are longer than the {longest} this model allows")
+    longest = dimensions(base.config).max_tokens
+    length = text.length if isinstance(data, str | list) else data.length
+    if length > longest:
+        raise ValueError(f"sequences of {length} tokens are longer than the {longest} this model allows (--length)")
+    patterns = [data] if isinstance(data, str) else list(data) if isinstance(data, list) else []
+    batches = _text_batches(patterns, tokenizer, settings, text) if isinstance(data, str | list) else data
     _refuse_full_disk(Path(out), base, settings)
     asked = {"model": str(model), "data": batches.describe(), **dataclasses.asdict(settings)}
     if isinstance(batches, TextBatches):
-        asked["text"] = dataclasses.asdict(text) | {"patterns": [data] if isinstance(data, str) else list(data)}
+        asked["text"] = dataclasses.asdict(text) | {"patterns": patterns}
         asked["text"]["cache"] = str(text.cache.absolute())
     run = Run.create(out, "sparsify", asked, resume)
     try:
@@ -83,10 +86,10 @@ def _settings(settings: Sparsify, text: Text, overrides: dict[str, Any]) -> tupl
     return settings, parts["text"]
 
 
-def _text_batches(data: str | list[str], tokenizer, settings: Sparsify, text: Text) -> TextBatches:
+def _text_batches(patterns: list[str], tokenizer, settings: Sparsify, text: Text) -> TextBatches:
     training = settings.training
     return TextBatches(
-        [data] if isinstance(data, str) else list(data),
+        patterns,
         tokenizer,
         text.length,
         cache=text.cache,
@@ -203,7 +206,9 @@ def _copy(base: nn.Module, training: Training) -> nn.Module:
     except ImportError:
         raise ValueError("LoRA needs the peft package: pip install 'sparselens[lora]'") from None
     torch.manual_seed(training.seed)
-    config = LoraConfig(r=training.lora, lora_alpha=2 * training.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=training.lora, lora_alpha=2 * training.lora, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
     return get_peft_model(model, config)  # type: ignore[arg-type]
 
 
@@ -222,7 +227,12 @@ def _target(settings: Sparsify, base_loss: float, control_loss: float | None) ->
 
 
 def _summary(rows: list[dict], best: Best, target: float, batches: Batches, report_count: int) -> dict[str, Any]:
-    summary: dict[str, Any] = {"target": target, "met": best.met, "best_step": best.step, "report_sequences": report_count}
+    summary: dict[str, Any] = {
+        "target": target,
+        "met": best.met,
+        "best_step": best.step,
+        "report_sequences": report_count,
+    }
     for row in rows:
         summary[row["kind"]] = {key: row[key] for key in ("loss", "kl_to_base", "density", "edges_per_query")}
     return summary

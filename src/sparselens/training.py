@@ -111,7 +111,9 @@ def train(stage: Stage, resume: bool = False) -> Best:
     chunks = settings.batch // micro
     tokens_per_step = settings.batch * stage.batches.length
     model.train()
-    bar = tqdm(total=settings.steps, initial=progress.step, desc=stage.name, unit="step", disable=not stage.show_progress)
+    bar = tqdm(
+        total=settings.steps, initial=progress.step, desc=stage.name, unit="step", disable=not stage.show_progress
+    )
     with interruptible() as interrupted:
         if progress.step == 0:
             checkpoint(stage, parameters, optimizer, progress)
@@ -231,7 +233,7 @@ def steering_loss(stage: Stage, result: Measurement, start: int) -> tuple[float,
 
 
 def discard(stage: Stage, progress: Progress, parameters, optimizer, loss: float, norm: float) -> None:
-    """Answer a NaN or Inf: drop the update; if the weights are hit, go back to the last checkpoint; stop at the third."""
+    """Answer a NaN: drop the update; if the weights are hit, go back to the last checkpoint; stop at the third."""
     progress.bad_steps += 1
     stage.say(f"step {progress.step}: loss {loss}, gradient norm {norm}; the update was discarded")
     if progress.bad_steps >= MAX_BAD_STEPS:

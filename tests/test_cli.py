@@ -1,0 +1,98 @@
+"""The command line as a user meets it: fast help, one-sentence errors, JSON that others can read."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from models import tiny_model, tiny_tokenizer
+
+import sparselens as sl
+from sparselens.cli import main
+
+TEXT = "\n<|endoftext|>\n".join(" ".join(f"w{(i * j + j) % 62}" for j in range(40)) for i in range(200))
+
+
+def run_cli(*arguments):
+    return subprocess.run([sys.executable, "-m", "sparselens", *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("code", ["import sparselens", "import sparselens.cli"])
+def test_import_is_instant_and_light(code):
+    began = time.perf_counter()
+    check = code + "; import sys; print(any(m in sys.modules for m in ('torch', 'transformers', 'matplotlib')))"
+    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False", "heavy modules must be imported where they are used"
+    assert time.perf_counter() - began < 5, "about 0.3 s on an idle machine"
+
+
+def test_help_teaches():
+    result = run_cli("sparsify", "--help")
+    assert result.returncode == 0
+    for word in ("--data", "--control", "--tolerance", "--lora", "--resume", "(default:"):
+        assert word in result.stdout
+
+
+def test_public_names():
+    for name in sl.__all__:
+        assert callable(getattr(sl, name))
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = sl.nonsense
+
+
+@pytest.fixture
+def base(tmp_path):
+    sl.save(tiny_model("gpt2"), tiny_tokenizer(), tmp_path / "base")
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "base"
+
+
+def arguments(base, *more):
+    folder = base.parent
+    return ["sparsify", str(base), "--data", str(folder / "text.txt"), "--out", str(folder / "run"), "--length", "16",
+            "--batch", "2", "--steps", "6", "--evaluate-every", "3", "--cache", str(folder / "cache"), *more]  # fmt: skip
+
+
+def test_sparsify_then_evaluate(base, tmp_path, capsys):
+    main(arguments(base, "--control", "--heldout-tokens", "300"))
+    assert "control" in capsys.readouterr().out
+    main(["evaluate", str(tmp_path / "run"), "--json", str(tmp_path / "rows.json")])
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["kind"] for row in rows] == ["base", "control", "sparse"]
+    written = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    for row, before in zip(rows, written, strict=True):
+        assert row["loss"] == pytest.approx(before["loss"], rel=1e-5), "same held-out text, same number"
+        assert row["density"] == pytest.approx(before["density"])
+    assert len(rows[2]["density_per_layer"]) == 2 and rows[2]["edges_per_query"] > 0
+    (tmp_path / "other.txt").write_text(TEXT[::-1].replace("w", "w "))
+    main(["evaluate", str(tmp_path / "run"), "--data", str(tmp_path / "other.txt"), "--json", str(tmp_path / "o.json")])
+    other = json.loads((tmp_path / "o.json").read_text())
+    assert other[0]["loss"] != pytest.approx(rows[0]["loss"])
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (["--length", "1000"], "longer than the 64 this model allows"),
+        (["--data", "nothing/*.txt"], "no text found"),
+        (["--target", "low"], "expected base, control or a number"),
+        (["--micro-batch", "5"], "does not divide"),
+        (["--resume"], "nothing to resume"),
+    ],
+)
+def test_errors_are_one_sentence_and_exit_code_two(base, tmp_path, change, complaint, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments(base, *change))
+    errors = capsys.readouterr().err
+    assert exit_.value.code == 2 and complaint in " ".join(errors.replace("│", " ").split())
+    assert "Traceback" not in errors and not (tmp_path / "run").exists()
+
+
+def test_unknown_model_and_run(tmp_path, capsys):
+    for bad in (["sparsify", "no/model", "--data", "x.txt", "--out", "o"], ["evaluate", str(tmp_path)]):
+        with pytest.raises(SystemExit) as exit_:
+            main(bad)
+        assert exit_.value.code == 2
+    errors = capsys.readouterr().err
+    assert "no model found at 'no/model'" in errors and "is not a Run" in errors
