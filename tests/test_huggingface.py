@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import subprocess
 import sys
 
@@ -221,6 +222,74 @@ def test_unknown_model_is_one_sentence():
 def test_missing_gguf_is_one_sentence(tmp_path):
     with pytest.raises(ValueError, match="no such file"):
         sl.load(tmp_path / "model.gguf")
+
+
+def write_gguf(path):
+    """A tiny random Llama with a byte-level tokenizer, as llama.cpp would write it."""
+    import gguf
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(2)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(8)
+    words = ["<|endoftext|>"] + [chr(c) for c in range(ord("a"), ord("z") + 1)] + ["ab", "cd"]
+    writer.add_vocab_size(len(words))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(words)
+    writer.add_token_types([3] + [1] * (len(words) - 1))
+    writer.add_token_merges(["a b", "c d"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+
+    def add(name, *shape):
+        writer.add_tensor(name, rng.normal(size=shape).astype(np.float32) * 0.2)
+
+    add("token_embd.weight", len(words), 32)
+    add("output.weight", len(words), 32)
+    add("output_norm.weight", 32)
+    for i in range(2):
+        add(f"blk.{i}.attn_norm.weight", 32)
+        add(f"blk.{i}.ffn_norm.weight", 32)
+        for name, rows in (("attn_q", 32), ("attn_k", 16), ("attn_v", 16), ("attn_output", 32)):
+            add(f"blk.{i}.{name}.weight", rows, 32)
+        add(f"blk.{i}.ffn_gate.weight", 48, 32)
+        add(f"blk.{i}.ffn_up.weight", 48, 32)
+        add(f"blk.{i}.ffn_down.weight", 32, 48)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_gguf_files_load_gate_and_save(tmp_path):
+    write_gguf(tmp_path / "tiny.gguf")
+    model, tokenizer = sl.load(tmp_path / "tiny.gguf", gate=sl.Gate())
+    ids = tokenizer("abcd", return_tensors="pt").input_ids
+    sl.save(model, tokenizer, tmp_path / "saved")
+    again, tokenizer_again = sl.load(tmp_path / "saved")
+    assert is_gated(again) and tokenizer_again("abcd").input_ids == ids[0].tolist()
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, again(ids).logits)
+
+
+def test_hub_names_load_sparse_from_the_local_cache(tmp_path):
+    """A repository in the hub's cache layout, read by name and offline: gates included."""
+    repository = tmp_path / "hub" / "models--me--sparse"
+    sl.save(gated("llama"), tiny_tokenizer(), repository / "snapshots" / "abc")
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    code = "import sparselens as sl; from sparselens.huggingface import is_gated; print(is_gated(sl.load('me/sparse')[0]))"
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert result.stdout.strip() == "True", result.stderr
 
 
 def test_training_mode_with_dropout_in_the_config():

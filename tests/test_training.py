@@ -101,6 +101,35 @@ def test_resume_is_bit_identical(base, tmp_path, options, monkeypatch):
     assert [r["loss"] for r in parts.read("evaluation.json")] == [r["loss"] for r in whole.read("evaluation.json")]
 
 
+def test_gradient_checkpointing_follows_the_plain_run(base, tmp_path):
+    """Recomputed gates are the same gates, so losses and densities are the same."""
+    plain, _ = sparsify(base, tmp_path / "plain")
+    again, _ = sparsify(base, tmp_path / "again", gradient_checkpointing=True)
+    for a, b in zip(lines(plain.path), lines(again.path), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4) and a["density"] == pytest.approx(b["density"], rel=1e-4)
+
+
+def test_bf16_trains_fp32_master_weights(base, tmp_path):
+    run, _ = sparsify(base, tmp_path / "run", precision="bf16")
+    full, _ = sparsify(base, tmp_path / "full", precision="fp32")
+    assert all(p.dtype == torch.float32 for p in sl.load(run.path)[0].parameters())
+    a, b = lines(run.path)[0]["loss"], lines(full.path)[0]["loss"]
+    assert a == pytest.approx(b, rel=0.02) and a != b
+
+
+def test_learning_by_heart_is_noticed(base, tmp_path):
+    """A handful of training sequences over and over: held-out loss parts from training loss, and the run says so."""
+
+    class Few(Copying):
+        def train(self, start, count):
+            return self._make((i % 4 for i in range(start, start + count)), 0)
+
+    said = []
+    options = QUICK | {"steps": 150, "lr": 5e-3, "evaluate_every": 10, "target": "100"}
+    sl.sparsify(base, Few(), tmp_path / "run", show_progress=False, say=said.append, **options)
+    assert sum("learnt by heart" in text for text in said) == 1
+
+
 def stop_after(monkeypatch, step):
     """As if Ctrl-C came during that step."""
     original = training.describe

@@ -35,7 +35,7 @@ class Training:
     """Learning rate of the gate biases."""
     warmup: float = 0.02
     """Share of the steps in which the learning rates rise from zero."""
-    decay: float = 0.2
+    decay: float = 0.5
     """Share of the steps, at the end, in which the learning rates fall to a twentieth."""
     weight_decay: float = 0.0
     """AdamW's weight decay (never applied to gate biases)."""

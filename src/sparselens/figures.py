@@ -33,7 +33,7 @@ def draw_flow(flow: dict[str, Any], path: str | Path) -> None:
         figure.text(
             0.022, 0.5, "Sparsity-Regularised Finetuning", rotation=90, va="center", ha="center", fontsize=12, color=INK
         )
-        figure.savefig(path, dpi=220, metadata={"Date": None} if str(path).endswith("svg") else None)
+        figure.savefig(path, dpi=160, metadata={"Date": None} if str(path).endswith("svg") else None)
         plt.close(figure)
 
 

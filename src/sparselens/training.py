@@ -30,6 +30,7 @@ from .huggingface import is_gated
 from .run import Metrics, load_checkpoint, save_checkpoint
 
 MAX_BAD_STEPS = 3
+PARTING = 0.2  # nats between training and held-out loss, beyond where they started, that deserve a warning
 
 
 class Interrupted(Exception):
@@ -61,6 +62,8 @@ class Progress:
     data: int = 0  # sequences taken so far
     bad_steps: int = 0  # discarded updates in a row
     evaluations: int = 0
+    first_gap: float | None = None  # held-out minus training loss at the first evaluation
+    warned: bool = False  # that they part
     best: Best = field(default_factory=Best)
 
 
@@ -85,12 +88,14 @@ class Stage:
 def train(stage: Stage, resume: bool = False) -> Best:
     """Train to the end, or raise Interrupted with a checkpoint written. Leaves the best state in the model."""
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
     from tqdm import tqdm
 
     settings, model, folder = stage.settings, stage.model, stage.folder
     folder.mkdir(parents=True, exist_ok=True)
     precision = precision_of(settings.precision)
     tracker = None if settings.tracker == "none" else settings.tracker
+    AcceleratorState._reset_state()  # accelerate remembers the first precision it saw; each stage has its own
     accelerator = Accelerator(mixed_precision=precision, log_with=tracker, project_dir=str(folder))
     if tracker:
         accelerator.init_trackers("sparselens", config={"stage": stage.name})
@@ -205,6 +210,7 @@ def evaluate(stage: Stage, progress: Progress, parameters: dict[str, nn.Paramete
     line = {"heldout_loss": loss, "heldout_density": result.density}
     if stage.constraint is None:
         return line
+    warn_if_parting(stage, progress, loss)
     stage.constraint.correct(loss)
     density = result.density
     assert density is not None
@@ -213,6 +219,21 @@ def evaluate(stage: Stage, progress: Progress, parameters: dict[str, nn.Paramete
         progress.best = Best(progress.step, loss, density, met)
         save_checkpoint(stage.folder / "best", progress.step, dict(parameters), {"best": vars(progress.best)}, keep=1)
     return line
+
+
+def warn_if_parting(stage: Stage, progress: Progress, heldout: float) -> None:
+    """Say it once when held-out loss rises away from training loss: the run is learning its text by heart."""
+    assert stage.constraint is not None and stage.constraint.average is not None
+    gap = heldout - stage.constraint.average
+    if progress.first_gap is None:
+        progress.first_gap = gap
+    parted = gap - progress.first_gap
+    if parted > PARTING and not progress.warned:
+        progress.warned = True
+        stage.say(
+            f"step {progress.step}: held-out loss has moved {parted:.2f} nats away from training loss. "
+            "The text is being learnt by heart: give more of it, or train for fewer steps."
+        )
 
 
 def steering_loss(stage: Stage, result: Measurement, start: int) -> tuple[float, float]:
