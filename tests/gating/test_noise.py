@@ -16,7 +16,9 @@ def test_uniform_moments_and_independence():
         "next key": (centred[..., 1:] * centred[..., :-1]).mean(),
         "next query": (centred[..., 1:, :] * centred[..., :-1, :]).mean(),
         "diagonal": (centred[..., 1:, 1:] * centred[..., :-1, :-1]).mean(),
-        "rectangle": (centred[..., 1:, 1:] * centred[..., :-1, :-1] * centred[..., 1:, :-1] * centred[..., :-1, 1:]).mean(),
+        "rectangle": (
+            centred[..., 1:, 1:] * centred[..., :-1, :-1] * centred[..., 1:, :-1] * centred[..., :-1, 1:]
+        ).mean(),
         "next head": (centred[:, 1:] * centred[:, :-1]).mean(),
         "next batch": (centred[1:] * centred[:-1]).mean(),
         "next seed": (centred * (uniform(8, 4, 4, 512, 512, "cpu").double() - 0.5) * 12**0.5).mean(),

@@ -84,7 +84,8 @@ def gated_pattern(
     scale = d_head**-0.5 if scale is None else scale
     group = n_heads // n_kv_heads
     grouped = q.to(dtype).reshape(batch, n_kv_heads, group * queries, d_head)
-    logits = (grouped @ k.to(dtype).transpose(-1, -2) * scale).view(batch, n_heads, queries, keys)
+    with torch.autocast(q.device.type, enabled=False):  # autocast would round the logits to bf16, and flip gates
+        logits = (grouped @ k.to(dtype).transpose(-1, -2) * scale).view(batch, n_heads, queries, keys)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     allowed = allowed_pairs(queries, keys, causal=causal, window=window, mask=mask, device=q.device)
@@ -122,16 +123,17 @@ def gated_pattern(
     expected = torch.where(allowed, probability, 0.0).sum((-1, -2), dtype=dtype)
     # Deterministic gates report the edges that are really open, with the gradient of the expectation.
     edges = expected if sample else gate.sum((-1, -2)).to(dtype) + (expected - expected.detach())
-    if dtype == torch.float64:
-        return GatedPattern(weights, gate, margin.masked_fill(~allowed, -torch.inf), allowed), edges
-    return GatedPattern(weights, gate, margin.masked_fill(~allowed, -torch.inf), allowed), edges.float()
+    return GatedPattern(weights, gate, margin.masked_fill(~allowed, -torch.inf), allowed), edges
 
 
-def gated_attention_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float, **options) -> tuple[Tensor, Tensor]:
+def gated_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float, **options
+) -> tuple[Tensor, Tensor]:
     """`gated_attention` computed in full: out [batch, n_heads, queries, d_head] and edges [batch, n_heads]."""
     batch, n_heads, queries, _ = q.shape
     n_kv_heads, keys, d_value = v.shape[1:]
     pattern, edges = gated_pattern(q, k, bias, **options)
     weights = pattern.weights.view(batch, n_kv_heads, n_heads // n_kv_heads * queries, keys)
-    out = (weights @ v.to(weights.dtype)).view(batch, n_heads, queries, d_value)
+    with torch.autocast(q.device.type, enabled=False):
+        out = (weights @ v.to(weights.dtype)).view(batch, n_heads, queries, d_value)
     return out.to(v.dtype), edges
