@@ -197,6 +197,15 @@ def test_datasets_are_streamed(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("pattern", "local"),
+    [("a.txt", True), ("b/*.jsonl", True), ("./folder", True), ("/data", True), ("owner/name", False),
+     ("owner/name-2.0:config:split", False), ("x.parquet.zst", True)],
+)  # fmt: skip
+def test_files_and_datasets_are_told_apart(pattern, local):
+    assert data_module._is_local(pattern) == local
+
+
+@pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
         ("a.txt", b"", "is empty"),

@@ -186,7 +186,9 @@ def _dataset_documents(name: str, field: str) -> Iterator[tuple[str, bool]]:
 
 
 def _is_local(pattern: str) -> bool:
-    return bool(glob.glob(pattern, recursive=True)) or any(c in pattern for c in "*?[") or bool(Path(pattern).suffix)
+    """Whether a pattern means files. What is left is the name of a dataset, and those may have dots in them, too."""
+    looks_like_a_file = pattern.endswith(FORMATS + COMPRESSIONS) or pattern.startswith((".", "/", "~"))
+    return looks_like_a_file or any(c in pattern for c in "*?[") or bool(glob.glob(pattern))
 
 
 # ---- documents -> cached tokens --------------------------------------------------------------------------------------
