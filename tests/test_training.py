@@ -73,7 +73,8 @@ def test_end_to_end_with_control(base, tmp_path):
         assert row.keys() >= {"name", "kind", "loss", "kl_to_base", "density", "density_per_layer", "edges_per_query"}
     assert rows[0]["kl_to_base"] == pytest.approx(0, abs=1e-6) and rows[1]["kl_to_base"] > 0
     assert 0 < rows[2]["density"] < 0.9 and rows[0]["density"] == rows[1]["density"] == 1
-    assert "control" in said[-1] and "sparse" in said[-1]
+    assert "2 layers x 4 heads" in said[0] and "dense control, then the sparse model" in said[0]
+    assert "control" in said[-2] and "sparse" in said[-2]
     assert len(lines(run.path)) == 30 and len(lines(run.path / "control")) == 30
     model, tokenizer = sl.load(run.path)
     assert is_gated(model) and len(tokenizer) == 64

@@ -62,11 +62,24 @@ def sparsify(
         asked["text"] = dataclasses.asdict(text) | {"patterns": patterns}
         asked["text"]["cache"] = str(text.cache.absolute())
     run = Run.create(out, "sparsify", asked, resume)
+    say(_plan(str(model), base, batches, settings))
     try:
         sparsify_into(run, base, tokenizer, batches, settings, resume=resume, show_progress=show_progress, say=say)
     finally:
         run.unlock()
     return run
+
+
+def _plan(name: str, model: nn.Module, batches: Batches, settings: Sparsify) -> str:
+    """What is about to happen, in two lines."""
+    size, training = dimensions(model.config), settings.training
+    tokens = training.steps * training.batch * batches.length
+    stages = "the dense control, then the sparse model" if settings.control else "the sparse model (no control: --control)"
+    return (
+        f"{name}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, {size.n_layers} layers x "
+        f"{size.n_heads} heads\ntraining {stages}: {training.steps} steps of {training.batch} x {batches.length} tokens "
+        f"({tokens / 1e6:.1f}M); {batches.n_heldout} held-out sequences"
+    )
 
 
 def _settings(settings: Sparsify, text: Text, overrides: dict[str, Any]) -> tuple[Sparsify, Text]:
@@ -166,6 +179,7 @@ def sparsify_into(
     run.write("evaluation.json", rows)
     run.write("summary.json", _summary(rows, best, target, batches, report_count))
     _tell(best, target, rows, say)
+    say(f"sparse model: {run.path / 'model'}   table: {run.path / 'evaluation.json'}")
     return sparse
 
 
