@@ -328,7 +328,7 @@ def test_refusals_before_any_work(base, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="no model found"):
         sl.sparsify("no-such/model", Copying(), tmp_path / "run")
     with pytest.raises(ValueError, match="no text found"):
-        sl.sparsify(base, str(tmp_path / "*.nothing"), tmp_path / "run")
+        sl.sparsify(base, str(tmp_path / "*.nothing"), tmp_path / "run", length=16)
     import shutil
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))

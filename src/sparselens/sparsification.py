@@ -74,10 +74,11 @@ def _plan(name: str, model: nn.Module, batches: Batches, settings: Sparsify) -> 
     """What is about to happen, in two lines."""
     size, training = dimensions(model.config), settings.training
     tokens = training.steps * training.batch * batches.length
-    stages = "the dense control, then the sparse model" if settings.control else "the sparse model (no control: --control)"
+    parameters = sum(p.numel() for p in model.parameters())
+    stages = "the dense control, then the sparse model" if settings.control else "the sparse model (without --control)"
     return (
-        f"{name}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, {size.n_layers} layers x "
-        f"{size.n_heads} heads\ntraining {stages}: {training.steps} steps of {training.batch} x {batches.length} tokens "
+        f"{name}: {parameters / 1e6:.1f}M parameters, {size.n_layers} layers x {size.n_heads} heads\n"
+        f"training {stages}: {training.steps} steps of {training.batch} x {batches.length} tokens "
         f"({tokens / 1e6:.1f}M); {batches.n_heldout} held-out sequences"
     )
 
