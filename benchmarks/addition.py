@@ -30,7 +30,10 @@ def main() -> None:
     arguments = parser.parse_args()
     with ProcessPoolExecutor(arguments.jobs) as pool:
         seeds = list(pool.map(one, arguments.seeds))
-    mean = {key: sum(row[key] for row in seeds) / len(seeds) for key in ("dense_exact", "sparse_exact", "density", "edges_open")}
+    mean = {
+        key: sum(row[key] for row in seeds) / len(seeds)
+        for key in ("dense_exact", "sparse_exact", "density", "edges_open")
+    }
     command = "python benchmarks/addition.py --seeds " + " ".join(map(str, arguments.seeds))
     about = provenance()
     write_json(arguments.out, {"command": command, "versions": about["versions"], "mean": mean, "seeds": seeds})

@@ -361,4 +361,5 @@ def test_real_model_wide_open(shared):
     with torch.no_grad():
         a, b = dense(prompt).logits, sparse(prompt).logits
     assert (a - b).abs().max() < 1e-4
-    assert tokenizer.decode(b[0, -1].argmax()).strip() == "Lily"
+    told = sparse.generate(prompt, max_new_tokens=3, do_sample=False)
+    assert tokenizer.decode(told[0, prompt.shape[1] :]).strip().startswith("Lily")

@@ -50,7 +50,7 @@ def demo(
     try:
         batches = AdditionBatches(seed)
         base, tokenizer = _dense(run, batches, dense_settings, resume, show_progress, say)
-        quiet = {"resume": resume, "show_progress": show_progress, "say": lambda text: None}
+        quiet: dict[str, Any] = {"resume": resume, "show_progress": show_progress, "say": lambda text: None}
         sparse = sparsify_into(run, base, tokenizer, batches, sparse_settings, **quiet)
         flow = {"base": trace(base, *EXAMPLE), "sparse": trace(sparse, *EXAMPLE)}
         run.write("figure1.json", flow)

@@ -82,8 +82,8 @@ def gated_attention_forward(
     )
     out, edges = gated_attention(query, key, value, bias, **options)
     if gate_output == "edges":
-        pairs = pairs_once(attention_mask, query.shape[2], key.shape[2], options["window"], query.device)
-        record = torch.stack([edges, pairs.to(edges.dtype)[:, None].expand_as(edges)], dim=-1)
+        pairs = pairs_once(attention_mask, query.shape[2], key.shape[2], options["window"], query.device, edges.dtype)
+        record = torch.stack([edges, pairs.expand_as(edges)], dim=-1)
     elif gate_output in ("pattern", "margin"):
         pattern, _edges = gated_pattern(query, key, bias, **options)
         record = pattern.weights if gate_output == "pattern" else pattern.margin
@@ -147,23 +147,23 @@ def count_pairs(mask: Tensor | None, queries: int, keys: int, window: int | None
     return visible[:, keys - queries :].sum(1).to(torch.float64)
 
 
-def pairs_once(mask: Tensor | None, queries: int, keys: int, window: int | None, device) -> Tensor:
-    """`count_pairs` once per forward pass: its dozen small kernels in every layer would cost more than the attention.
+def pairs_once(mask: Tensor | None, queries: int, keys: int, window: int | None, device, dtype) -> Tensor:
+    """`count_pairs` as [batch or 1, 1], once per forward pass: its many small kernels would cost as much as attention.
 
     Layers share the mask tensor, so the count is kept on it; without a mask it depends on the sizes alone.
     """
     if mask is None:
-        return _causal_pairs(queries, keys, window, device)
+        return _causal_pairs(queries, keys, window, device, dtype)
     known = mask.__dict__.setdefault("_sparselens_pairs", {})
-    if (queries, window) not in known:
-        known[queries, window] = count_pairs(mask, queries, keys, window, device)
-    return known[queries, window]
+    if (queries, window, dtype) not in known:
+        known[queries, window, dtype] = count_pairs(mask, queries, keys, window, device).to(dtype)[:, None]
+    return known[queries, window, dtype]
 
 
 @functools.lru_cache(maxsize=64)
-def _causal_pairs(queries: int, keys: int, window: int | None, device) -> Tensor:
+def _causal_pairs(queries: int, keys: int, window: int | None, device, dtype) -> Tensor:
     with torch.inference_mode(False):  # the tensor outlives the caller
-        return count_pairs(None, queries, keys, window, device)
+        return count_pairs(None, queries, keys, window, device).to(dtype)[:, None]
 
 
 AttentionInterface.register(NAME, gated_attention_forward)

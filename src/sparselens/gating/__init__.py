@@ -14,6 +14,7 @@ __all__ = ["GatedPattern", "allowed_pairs", "gated_attention", "gated_pattern"]
 BACKENDS = ("auto", "reference", "triton")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of the fused kernel
 NORMALISATIONS = ("all", "open")
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def gated_attention(
@@ -50,7 +51,10 @@ def gated_attention(
             q, k, v = (x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v))
         reason = _unsupported(q, k, v, bias, scale, mask, sample, normalise, softcap, backend)
         if reason is None:
-            bias = torch.as_tensor(bias, dtype=torch.float32, device=q.device).expand(q.shape[1])
+            if not (
+                isinstance(bias, Tensor) and bias.dtype == torch.float32 and bias.ndim == 1 and bias.is_contiguous()
+            ):
+                bias = torch.as_tensor(bias, dtype=torch.float32, device=q.device).expand(q.shape[1]).contiguous()
             documents = None if mask is None else mask.to(torch.int32).contiguous()
             scale = q.shape[3] ** -0.5 if scale is None else scale
             if normalise == "all":
@@ -77,9 +81,9 @@ def _unsupported(
     interpreted = backend == "triton" and q.device.type == "cpu" and _interpreted()
     if not q.is_cuda and not interpreted:
         return f"it needs a CUDA device, the tensors are on {q.device.type!r}"
-    if not _has_triton():
+    if not HAS_TRITON:
         return "the triton package is not installed"
-    if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] < 8:
+    if q.is_cuda and _too_old(q.device.index):
         return "it needs compute capability 8.0 or newer"
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         return f"dtypes {q.dtype}, {k.dtype}, {v.dtype} are not one of {', '.join(map(str, DTYPES))} for all three"
@@ -107,9 +111,9 @@ def _interpreted() -> bool:
     return INTERPRETED
 
 
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+@torch.compiler.assume_constant_result
+def _too_old(device: int | None) -> bool:
+    return torch.cuda.get_device_capability(device)[0] < 8
 
 
 @functools.cache
