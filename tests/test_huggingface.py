@@ -286,7 +286,9 @@ def test_hub_names_load_sparse_from_the_local_cache(tmp_path):
     sl.save(gated("llama"), tiny_tokenizer(), repository / "snapshots" / "abc")
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("abc")
-    code = "import sparselens as sl; from sparselens.huggingface import is_gated; print(is_gated(sl.load('me/sparse')[0]))"
+    code = (
+        "import sparselens as sl; from sparselens.huggingface import is_gated; print(is_gated(sl.load('me/sparse')[0]))"
+    )
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert result.stdout.strip() == "True", result.stderr
