@@ -43,7 +43,7 @@ class AdditionBatches:
         at = int(np.flatnonzero(numbers == example)[0])
         numbers[[0, at]] = numbers[[at, 0]]
         pairs = torch.from_numpy(np.stack([numbers // 100, numbers % 100], -1))
-        self._heldout, self._train = pairs[: self.n_heldout], pairs[self.n_heldout :]
+        self.heldout_pairs, self._train = pairs[: self.n_heldout], pairs[self.n_heldout :]
 
     def train(self, start: int, count: int) -> dict[str, Tensor]:
         n = len(self._train)
@@ -53,7 +53,7 @@ class AdditionBatches:
         return encode(self._train[order[first : first + count]])
 
     def heldout(self, start: int, count: int) -> dict[str, Tensor]:
-        return encode(self._heldout[torch.arange(start, start + count) % self.n_heldout])
+        return encode(self.heldout_pairs[torch.arange(start, start + count) % self.n_heldout])
 
     def describe(self) -> dict:
         return {"task": "addition", "seed": self.seed, "heldout_sequences": self.n_heldout, "length": self.length}

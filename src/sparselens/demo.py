@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from .addition import ANSWER, CHARACTERS, EXAMPLE, POSITIONS, AdditionBatches, answer, encode, make_model
-from .config import Sparsify, Training
+from .comparison import compare
+from .config import Search, Sparsify, Training
 from .figures import draw_flow
+from .figures_circuits import draw_all
 from .huggingface import is_gated, load, save
 from .run import Run
 from .sparsification import sparsify_into
@@ -33,9 +35,9 @@ SPARSE = Sparsify(
 def demo(
     out: str | Path = "runs/demo", seed: int = 0, show_progress: bool = True, say: Callable[[str], None] = print
 ) -> Run:
-    """A dense addition model, its control, the sparse one and figure 1, from nothing. Goes on where it stopped."""
+    """A dense addition model, its control, the sparse one, figures 1 to 3: from nothing. Goes on where it stopped."""
     out = Path(out)
-    if (out / "summary.json").is_file() and (out / "figure1.png").is_file():
+    if all((out / name).is_file() for name in ("summary.json", "figure1.png", "circuits.json")):
         run = Run(out)
         say(f"{out} is complete; remove it to run the demo again.\n")
         _tell(run, say)
@@ -52,10 +54,12 @@ def demo(
         base, tokenizer = _dense(run, batches, dense_settings, resume, show_progress, say)
         quiet: dict[str, Any] = {"resume": resume, "show_progress": show_progress, "say": lambda text: None}
         sparse = sparsify_into(run, base, tokenizer, batches, sparse_settings, **quiet)
-        flow = {"base": trace(base, *EXAMPLE), "sparse": trace(sparse, *EXAMPLE)}
+        example = next((pair for pair in batches.heldout_pairs.tolist() if _both_right(base, sparse, *pair)), EXAMPLE)
+        flow = {"base": trace(base, *example), "sparse": trace(sparse, *example)}
         run.write("figure1.json", flow)
         for suffix in ("png", "svg"):
             draw_flow(flow, out / f"figure1.{suffix}")
+        multiplier = _circuits(run, (base, tokenizer), sparse, seed)
         rows = run.read("evaluation.json")
         dense_row, sparse_row = rows[0], rows[-1]
         edges_total = flow["base"]["edges"]
@@ -66,6 +70,7 @@ def demo(
             "edges_open": sparse_row["density"] * edges_total,
             "edges_total": edges_total,
             "edges_per_layer": [share * edges_total / 4 for share in sparse_row["density_per_layer"]],
+            "multiplier": multiplier,
             "seconds": round(time.perf_counter() - began, 1),
         }
         run.write("summary.json", summary)
@@ -86,6 +91,26 @@ def _dense(run: Run, batches: AdditionBatches, settings: Training, resume: bool,
     train(stage, resume and folder.is_dir())
     save(model, tokenizer, folder / "model")
     return model, tokenizer
+
+
+def _circuits(run: Run, base, sparse, seed: int) -> dict[str, Any] | None:
+    """Figures 2 and 3: how many component edges explain addition in the dense, control and sparse model."""
+    control = load(run.path / "control" / "model")
+    names = ("Addition model", "Sparse addition model")
+    options: dict[str, Any] = {"settings": Search(seed=seed), "names": names, "say": lambda text: None}
+    try:
+        result = compare(base, sparse, "addition", control=control, **options)
+    except ValueError as error:  # a model that cannot add has no circuit for it
+        run.write("circuits.json", {"error": str(error)})
+        return None
+    run.write("circuits.json", result)
+    draw_all(result, run.path)
+    return result["tasks"]["addition"]["thresholds"]["0.9"]
+
+
+def _both_right(base, sparse, a: int, b: int) -> bool:
+    """Held-out sums are tried in order, 36 + 28 first: the picture shows one that both models get right."""
+    return answer(base, a, b) == answer(sparse, a, b) == f"{a + b:05}"
 
 
 def trace(model, a: int, b: int) -> dict[str, Any]:
@@ -117,5 +142,11 @@ def _tell(run: Run, say: Callable[[str], None]) -> None:
         say(f"{row['kind']:10}{row['exact']:12.2%}{row['loss']:10.5f}{edges:10.1f} /{summary['edges_total']:5}")
     layers = ", ".join(f"layer {i}: {n:.1f}" for i, n in enumerate(summary["edges_per_layer"]))
     say(f"\nopen edges by layer: {layers}")
-    say(f"{summary['seconds']:.0f} s. Look at {run.path / 'figure1.png'}.")
+    if found := summary.get("multiplier"):
+        say(
+            f"edges of the component graph for 90 % of the effect: dense {found['dense_edges']}, "
+            f"sparse {found['sparse_edges']}: {found['multiplier']:.1f}x ({found['low']:.1f} to {found['high']:.1f}, "
+            f"n = {found['n_prompts']} prompts)"
+        )
+    say(f"{summary['seconds']:.0f} s. Look at figure1.png, figure2.png and figure3.png in {run.path}.")
     say(f"Load the sparse model with sparselens.load('{run.path}').")
