@@ -50,8 +50,9 @@ def base(tmp_path):
 
 def arguments(base, *more):
     folder = base.parent
-    return ["sparsify", str(base), "--data", str(folder / "text.txt"), "--out", str(folder / "run"), "--length", "16",
-            "--batch", "2", "--steps", "6", "--evaluate-every", "3", "--cache", str(folder / "cache"), *more]  # fmt: skip
+    sizes = ["--length", "16", "--batch", "2", "--steps", "6", "--evaluate-every", "3"]
+    places = ["--data", str(folder / "text.txt"), "--out", str(folder / "run"), "--cache", str(folder / "cache")]
+    return ["sparsify", str(base), *places, *sizes, *more]
 
 
 def test_sparsify_then_evaluate(base, tmp_path, capsys):
@@ -87,6 +88,15 @@ def test_errors_are_one_sentence_and_exit_code_two(base, tmp_path, change, compl
     errors = capsys.readouterr().err
     assert exit_.value.code == 2 and complaint in " ".join(errors.replace("│", " ").split())
     assert "Traceback" not in errors and not (tmp_path / "run").exists()
+
+
+def test_bench_needs_a_gpu_and_says_so(capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as exit_:
+        main(["bench", "kernels", "--quick"])
+    assert exit_.value.code == 2 and "found no CUDA device" in capsys.readouterr().err
 
 
 def test_unknown_model_and_run(tmp_path, capsys):

@@ -8,7 +8,10 @@ __version__ = "0.1.0"
 # A public function never shares its name with a module: importing the module would hide the function.
 _HOMES = {
     "Gate": "config",
+    "Circuit": "circuit",
     "Run": "run",
+    "compare": "comparison",
+    "discover": "discovery",
     "gated_attention": "gating",
     "load": "huggingface",
     "save": "huggingface",
@@ -17,7 +20,10 @@ _HOMES = {
 __all__ = sorted(_HOMES)  # noqa: PLE0605
 
 if TYPE_CHECKING:
+    from .circuit import Circuit as Circuit
+    from .comparison import compare as compare
     from .config import Gate as Gate
+    from .discovery import discover as discover
     from .gating import gated_attention as gated_attention
     from .huggingface import load as load
     from .huggingface import save as save

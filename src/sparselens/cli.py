@@ -4,12 +4,12 @@ import dataclasses
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional
 
-from .config import Sparsify, Text
+from .config import Search, Sparsify, Text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +67,74 @@ class Evaluate:
         evaluate(list(self.runs), data=list(self.data), sequences=self.sequences, json_path=self.json)
 
 
+@dataclasses.dataclass(frozen=True)
+class DiscoverCommand:
+    """Find the circuit with which a model does a task: which parts talk to which, and how much that explains."""
+
+    model: Positional[str]
+    """Hugging Face name, model folder, Run or .gguf file."""
+    task: str = "ioi"
+    """ioi, ioi-long, greater-than, docstring, antonym, induction, addition, or a .jsonl file of your own pairs."""
+    out: Path | None = None
+    """Folder for the circuit (circuit.json, MIB's format), results.json and the figures."""
+    json: Path | None = None
+    """Write the results to this file."""
+    settings: OmitArgPrefixes[Search] = dataclasses.field(default_factory=Search)
+
+    def __call__(self) -> None:
+        from .circuit_commands import discover_command
+
+        discover_command(self.model, self.task, self.settings, self.out, self.json)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareCommand:
+    """The same tasks in a dense and in a sparse model: how many times fewer edges does the sparse one need?"""
+
+    dense: Positional[str]
+    """The dense model: name, folder, Run or .gguf file."""
+    sparse: Positional[str]
+    """The sparse model; a Run brings its matched dense control along."""
+    tasks: tuple[str, ...] = ("ioi",)
+    """Tasks, by name or as .jsonl files."""
+    control: str | None = None
+    """A dense model that has had the same training as the sparse one."""
+    out: Path | None = None
+    """Folder for the circuits, results.json and figures 2 and 3."""
+    json: Path | None = None
+    """Write the multipliers to this file."""
+    settings: OmitArgPrefixes[Search] = dataclasses.field(default_factory=Search)
+
+    def __call__(self) -> None:
+        from .circuit_commands import compare_command
+
+        compare_command(self.dense, self.sparse, list(self.tasks), self.control, self.settings, self.out, self.json)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """Measure this machine: the fused kernels against PyTorch's dense attention, as ratios from one run."""
+
+    what: Positional[Literal["kernels"]]
+    """What to measure."""
+    quick: bool = False
+    """Three shapes and the reference, under two minutes."""
+    json: Path | None = None
+    """Also write the rows to this file."""
+
+    def __call__(self) -> None:
+        from .bench import bench_kernels
+
+        bench_kernels(self.quick, self.json)
+
+
 Command = (
     Annotated[Demo, tyro.conf.subcommand("demo")]
     | Annotated[SparsifyCommand, tyro.conf.subcommand("sparsify")]
     | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
+    | Annotated[DiscoverCommand, tyro.conf.subcommand("discover")]
+    | Annotated[CompareCommand, tyro.conf.subcommand("compare")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
 )
 
 

@@ -122,6 +122,45 @@ class Text:
         _require(self.heldout_tokens >= 1, f"heldout_tokens={self.heldout_tokens}: expected at least 1")
 
 
+@dataclass(frozen=True)
+class Search:
+    """How a circuit is found and measured."""
+
+    method: Literal["eap-ig", "eap", "exact"] = "eap-ig"
+    """How edges are scored: integrated gradients, one gradient, or patching every edge in turn (small models)."""
+    steps: int = 5
+    """Points between the corrupted and the clean prompt at which eap-ig takes gradients."""
+    prompts: int = 64
+    """Prompt pairs for scoring; as many others are held out for the curve."""
+    points: int = 20
+    """Circuit sizes on the curve, evenly spaced in log; a few more are measured where it crosses a threshold."""
+    ablation: Literal["corrupted", "mean", "zero"] = "corrupted"
+    """What edges outside the circuit carry: the corrupted prompt's values, the mean over prompts, or nothing."""
+    selection: Literal["top", "greedy"] = "top"
+    """top: the best-scored edges. greedy: grown from the logits, so that no edge is taken before its reader is in."""
+    signed: bool = False
+    """Rank edges by score instead of by its absolute value: only edges that help."""
+    heads: bool = True
+    """Also find the smallest set of heads (the rest corrupted, MLPs kept)."""
+    random_control: bool = True
+    """Also measure random circuits of the same sizes."""
+    memory_mb: int = 1024
+    """Memory to use for runs side by side, beside the model's own."""
+    seed: int = 0
+    """Seed of prompts, bootstrap and random circuits."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "points", "memory_mb"):
+            _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: expected at least 1")
+        _require(self.prompts >= 2, f"prompts={self.prompts}: expected at least 2")
+        _require(self.method in ("exact", "eap", "eap-ig"), f"method={self.method!r}: expected exact, eap or eap-ig")
+        _require(self.selection in ("top", "greedy"), f"selection={self.selection!r}: expected top or greedy")
+        _require(
+            self.ablation in ("corrupted", "mean", "zero"),
+            f"ablation={self.ablation!r}: expected corrupted, mean or zero",
+        )
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)

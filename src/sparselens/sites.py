@@ -31,7 +31,9 @@ class Site:
             return text
         match = re.fullmatch(r"([am])(\d+)(?:\.h(\d+))?", text)
         if match is None or (match[1] == "m" and match[3]):
-            raise ValueError(f"unknown site {text!r}: expected a3 (all heads of layer 3), a3.h1 (one head) or m3 (an MLP)")
+            raise ValueError(
+                f"unknown site {text!r}: expected a3 (all heads of layer 3), a3.h1 (one head) or m3 (an MLP)"
+            )
         return cls(match[1], int(match[2]), int(match[3]) if match[3] else None)
 
 
@@ -61,8 +63,8 @@ _GEMMA = Architecture(
 # config.model_type -> where to look. Adding a family is one line here and one in tests/models.py.
 ARCHITECTURES = {
     "gpt2": Architecture(
-        layers="transformer.h", attention="attn", final_norm="transformer.ln_f", projections=("c_attn",), output="c_proj",
-        attention_norm="ln_1", mlp_norm="ln_2",
+        layers="transformer.h", attention="attn", final_norm="transformer.ln_f", projections=("c_attn",),
+        output="c_proj", attention_norm="ln_1", mlp_norm="ln_2",
     ),
     "gpt_neox": Architecture(
         layers="gpt_neox.layers", attention="attention", final_norm="gpt_neox.final_layer_norm",
@@ -115,6 +117,11 @@ def dimensions(config) -> Dimensions:
     )
 
 
+def mlp_width(config) -> int:
+    """Width of the MLP's hidden layer."""
+    return getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+
+
 def parallel_blocks(config) -> bool:
     """Whether attention and MLP of a block read the same residual stream (GPT-NeoX), not one after the other."""
     return config.model_type == "gpt_neox" and config.use_parallel_residual
@@ -138,7 +145,7 @@ def attention_modules(model: "nn.Module") -> list["nn.Module"]:
 
 
 def output_projections(model: "nn.Module") -> list["nn.Module"]:
-    """The module that takes all heads' value mixes [batch, tokens, n_heads * d_head] to the residual stream, per layer."""
+    """Per layer, what takes all heads' value mixes [batch, tokens, n_heads * d_head] to the residual stream."""
     name = architecture(base_model(model).config).output
     return [getattr(attention, name) for attention in attention_modules(model)]
 
@@ -224,7 +231,7 @@ def linear(module: "nn.Module") -> "tuple[Tensor, Tensor | None]":
     if type(module) is Conv1D:
         return module.weight, module.bias
     weight = next(module.parameters())
-    d_in = getattr(module, "in_features", None) or module.weight.shape[0]  # type: ignore[union-attr,index]
+    d_in = int(getattr(module, "in_features", None) or module.weight.shape[0])  # type: ignore
     with torch.no_grad():  # whatever it is, it is what it does to the unit vectors
         bias = module(weight.new_zeros(1, d_in))[0]
         return module(torch.eye(d_in, dtype=weight.dtype, device=weight.device)) - bias, bias
@@ -239,3 +246,12 @@ def unembed(model: "nn.Module", hidden: "Tensor") -> "Tensor":
     logits = base.get_output_embeddings()(normed)
     cap = getattr(base.config, "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def rms_gain(norm: "nn.Module") -> "tuple[Tensor, float]":
+    """(gain [d_model], epsilon) of an RMS norm x -> gain * x / sqrt(mean(x^2) + epsilon), whatever its weights mean."""
+    import torch
+
+    weight = next(norm.parameters())
+    epsilon = float(getattr(norm, "variance_epsilon", None) or norm.eps)  # type: ignore[arg-type]
+    return norm(torch.ones_like(weight)) * (1 + epsilon) ** 0.5, epsilon

@@ -1,0 +1,305 @@
+"""Circuit: scored edges between the parts of a model; counting, choosing, pruning, and MIB's JSON. No torch.
+
+Writers put something into the residual stream: the input, every head, every MLP. Readers take it out: every head's q, k
+and v, every MLP, the logits. An edge is one writer's share of what one reader sees. Names are MIB's: `input->a0.h1<q>`,
+`a3.h0->m3`, `m11->logits`.
+"""
+
+import heapq
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .run import write_bytes
+
+QKV = "qkv"
+
+
+@dataclass(frozen=True)
+class Components:
+    """The component graph of a decoder: who writes, who reads, who can come before whom."""
+
+    n_layers: int
+    n_heads: int
+    parallel: bool = False  # attention and MLP of a block read the same residual stream
+
+    @property
+    def n_writers(self) -> int:
+        return 1 + self.n_layers * (self.n_heads + 1)
+
+    @property
+    def n_readers(self) -> int:
+        return self.n_layers * (3 * self.n_heads + 1) + 1
+
+    @property
+    def n_edges(self) -> int:
+        return int(self.possible.sum())
+
+    def head_writer(self, layer: int, head: int = 0) -> int:
+        return 1 + layer * (self.n_heads + 1) + head
+
+    def mlp_writer(self, layer: int) -> int:
+        return 1 + layer * (self.n_heads + 1) + self.n_heads
+
+    def head_reader(self, layer: int, through: str, head: int = 0) -> int:
+        return layer * (3 * self.n_heads + 1) + QKV.index(through) * self.n_heads + head
+
+    def mlp_reader(self, layer: int) -> int:
+        return layer * (3 * self.n_heads + 1) + 3 * self.n_heads
+
+    @property
+    def output(self) -> int:
+        return self.n_readers - 1
+
+    @cached_property
+    def possible(self) -> np.ndarray:
+        """[readers, writers] bool: the writer comes before the reader."""
+        possible = np.zeros((self.n_readers, self.n_writers), bool)
+        for layer in range(self.n_layers):
+            before = self.head_writer(layer)
+            possible[self.head_reader(layer, "q") : self.mlp_reader(layer), :before] = True
+            possible[self.mlp_reader(layer), : before if self.parallel else self.mlp_writer(layer)] = True
+        possible[self.output] = True
+        return possible
+
+    @cached_property
+    def node_of_reader(self) -> np.ndarray:
+        """[readers]: the writer that is the same node (a head's q, k and v all belong to it); -1 for the logits."""
+        node = np.full(self.n_readers, -1)
+        for layer in range(self.n_layers):
+            heads = self.head_writer(layer) + np.arange(self.n_heads)
+            node[self.head_reader(layer, "q") : self.mlp_reader(layer)] = np.tile(heads, 3)
+            node[self.mlp_reader(layer)] = self.mlp_writer(layer)
+        return node
+
+    @cached_property
+    def writers(self) -> list[str]:
+        names = ["input"]
+        for layer in range(self.n_layers):
+            names += [f"a{layer}.h{head}" for head in range(self.n_heads)] + [f"m{layer}"]
+        return names
+
+    @cached_property
+    def readers(self) -> list[str]:
+        names = []
+        for layer in range(self.n_layers):
+            names += [f"a{layer}.h{head}<{letter}>" for letter in QKV for head in range(self.n_heads)] + [f"m{layer}"]
+        return [*names, "logits"]
+
+    def edge(self, name: str) -> tuple[int, int]:
+        """(reader, writer) of an edge name; ValueError when there is no such edge."""
+        source, arrow, target = name.partition("->")
+        if not arrow or source not in self._writer_index or target not in self._reader_index:
+            raise ValueError(
+                f"unknown edge {name!r} for {self.n_layers} layers of {self.n_heads} heads: expected writer->reader, "
+                "such as input->a0.h1<q>, a3.h0->m3 or m2->logits"
+            )
+        reader, writer = self._reader_index[target], self._writer_index[source]
+        if not self.possible[reader, writer]:
+            raise ValueError(f"no edge {name!r}: {source} does not come before {target}")
+        return reader, writer
+
+    @cached_property
+    def _writer_index(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.writers)}
+
+    @cached_property
+    def _reader_index(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.readers)}
+
+    # ---- choosing and pruning: masks are [readers, writers] bool -----------------------------------------------------
+
+    def prune(self, mask: np.ndarray) -> np.ndarray:
+        """Drop dead ends: every edge left lies on a path from the input to the logits."""
+        mask = mask & self.possible
+        node = self.node_of_reader
+        fed = np.zeros(self.n_writers, bool)  # something from the input arrives
+        fed[0] = True
+        for layer in range(self.n_layers):
+            for first, last in ((self.head_reader(layer, "q"), self.mlp_reader(layer)), (self.mlp_reader(layer),) * 2):
+                rows = slice(first, max(last, first + 1))
+                alive = (mask[rows] & fed).any(1)
+                fed[node[rows][alive]] = True
+        mask &= fed
+        used = np.zeros(self.n_writers, bool)  # something of it reaches the logits
+        used |= mask[self.output]
+        for reader in range(self.output - 1, -1, -1):  # MLP before heads, last layer first
+            if used[node[reader]]:
+                used |= mask[reader]
+        mask[:-1] &= used[node[:-1]][:, None]
+        return mask
+
+    def top(self, scores: np.ndarray, absolute: bool = True) -> np.ndarray:
+        """Flat indices of the possible edges, best first; ties in a fixed order."""
+        flat = np.flatnonzero(self.possible)
+        value = scores.ravel()[flat]
+        return flat[np.argsort(-(np.abs(value) if absolute else value), kind="stable")]
+
+    def greedy(self, scores: np.ndarray, absolute: bool = True) -> np.ndarray:
+        """Flat indices in the order in which a circuit grown from the logits takes them: never an unread writer."""
+        value = np.where(self.possible, np.abs(scores) if absolute else scores, -np.inf)
+        rows: dict[int, list[int]] = {}
+        for reader, writer in enumerate(self.node_of_reader):
+            rows.setdefault(int(writer), []).append(reader)
+        queue: list[tuple[float, int]] = []
+        order: list[int] = []
+        opened: set[int] = set()
+
+        def open_node(node: int) -> None:
+            if node in opened:
+                return
+            opened.add(node)
+            for reader in rows.get(node, []):
+                for writer in np.flatnonzero(self.possible[reader]):
+                    heapq.heappush(queue, (-float(value[reader, writer]), reader * self.n_writers + int(writer)))
+
+        open_node(-1)
+        while queue:
+            _, flat = heapq.heappop(queue)
+            order.append(flat)
+            open_node(flat % self.n_writers)
+        return np.array(order)
+
+    def mask(self, flat: np.ndarray) -> np.ndarray:
+        mask = np.zeros(self.n_readers * self.n_writers, bool)
+        mask[flat] = True
+        return mask.reshape(self.n_readers, self.n_writers)
+
+    def random_circuit(self, n: int, rng: np.random.Generator) -> np.ndarray:
+        """A circuit of at least n live edges made of random paths from the input to the logits."""
+        mask = np.zeros_like(self.possible)
+        node, count = self.node_of_reader, 0
+        readers_of: dict[int, np.ndarray] = {}
+        fed, used = {0}, {-1}
+        for flat in rng.permutation(np.flatnonzero(self.possible)):
+            if count >= n:
+                break
+            reader, writer = divmod(int(flat), self.n_writers)
+            added = [(reader, writer)]
+            while writer not in fed:  # back to the input
+                fed.add(writer)
+                into = rng.choice(np.flatnonzero(node == writer))
+                writer = int(rng.choice(np.flatnonzero(self.possible[into])))
+                added.append((into, writer))
+            at = int(node[reader])
+            while at not in used:  # on to the logits
+                used.add(at)
+                if at not in readers_of:
+                    readers_of[at] = np.flatnonzero(self.possible[:, at])
+                reader = int(rng.choice(readers_of[at]))
+                added.append((reader, at))
+                at = int(node[reader])
+            fed.update(int(node[r]) for r, _ in added if node[r] >= 0)
+            used.update(w for _, w in added)
+            for edge in added:
+                count += not mask[edge]
+                mask[edge] = True
+        return self.prune(mask)
+
+
+@dataclass
+class Circuit:
+    """Scored edges, which of them are in, and everything measured on the way."""
+
+    components: Components
+    scores: np.ndarray  # [readers, writers] fp64; positive: the edge raises the metric; 0 where there is no edge
+    mask: np.ndarray  # [readers, writers] bool: the edges in the circuit, dead ends removed
+    d_model: int | None = None
+    results: dict[str, Any] = field(default_factory=dict)  # what `discover --json` writes
+    curve: Any = None  # curve.Curve, where one was measured
+    heads: dict[str, Any] = field(default_factory=dict)  # the ranking of heads and its curve
+
+    @property
+    def n_edges(self) -> int:
+        """Edges in the circuit."""
+        return int(self.mask.sum())
+
+    @property
+    def edges(self) -> list[tuple[str, float]]:
+        """(name, score) of the edges in the circuit, largest first."""
+        rows, columns = np.nonzero(self.mask)
+        order = np.argsort(-np.abs(self.scores[rows, columns]), kind="stable")
+        names = self.components
+        return [
+            (f"{names.writers[columns[i]]}->{names.readers[rows[i]]}", float(self.scores[rows[i], columns[i]]))
+            for i in order
+        ]
+
+    @property
+    def nodes(self) -> list[str]:
+        """Heads and MLPs in the circuit."""
+        return [name for name, alive in zip(self.components.writers, self._written(), strict=True) if alive][1:]
+
+    def _written(self) -> np.ndarray:
+        """[writers] bool: somebody in the circuit reads it."""
+        return np.asarray(self.mask.any(0))
+
+    def at(self, n: int, selection: str = "top", absolute: bool = True) -> "Circuit":
+        """The circuit of the n best edges, dead ends removed."""
+        mask = self.components.prune(self.components.mask(self.order(selection, absolute)[:n]))
+        return Circuit(self.components, self.scores, mask, self.d_model)
+
+    def order(self, selection: str = "top", absolute: bool = True) -> np.ndarray:
+        """Flat indices of all edges in the order in which `selection` takes them."""
+        if selection not in ("top", "greedy"):
+            raise ValueError(f"selection={selection!r}: expected 'top' or 'greedy'")
+        return getattr(self.components, selection)(self.scores, absolute)
+
+    def to_mib(self) -> dict[str, Any]:
+        """MIB's (and EAP-IG's) graph JSON."""
+        c = self.components
+        alive = self._written()
+        edges = {
+            f"{c.writers[w]}->{c.readers[r]}": {"score": float(self.scores[r, w]), "in_graph": bool(self.mask[r, w])}
+            for r, w in zip(*np.nonzero(c.possible), strict=True)
+        }
+        return {
+            "cfg": {
+                "n_layers": c.n_layers,
+                "n_heads": c.n_heads,
+                "parallel_attn_mlp": c.parallel,
+                "d_model": self.d_model,
+            },
+            "nodes": {name: {"in_graph": bool(alive[i])} for i, name in enumerate(c.writers)}
+            | {"logits": {"in_graph": True}},
+            "edges": edges,
+        }
+
+    @classmethod
+    def from_mib(cls, value: dict[str, Any]) -> "Circuit":
+        """Read MIB's graph JSON; edges it does not mention score 0 and are out."""
+        try:
+            cfg, edges = value["cfg"], value["edges"]
+            c = Components(int(cfg["n_layers"]), int(cfg["n_heads"]), bool(cfg["parallel_attn_mlp"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a circuit in MIB's format: {error} is missing") from error
+        scores, mask = np.zeros((c.n_readers, c.n_writers)), np.zeros((c.n_readers, c.n_writers), bool)
+        for name, edge in edges.items():
+            at = c.edge(name)
+            scores[at] = edge.get("score") or 0.0
+            mask[at] = bool(edge.get("in_graph", False))
+        return cls(c, scores, mask, cfg.get("d_model"))
+
+    def save(self, path: str | Path) -> None:
+        write_bytes(Path(path), json.dumps(self.to_mib()).encode())
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Circuit":
+        try:
+            return cls.from_mib(json.loads(Path(path).read_text()))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def overlap(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
+    """Shared edges of two circuits of the same graph: their number, over the union, over the smaller one."""
+    shared = int((a & b).sum())
+    return {
+        "shared": shared,
+        "jaccard": shared / max(int((a | b).sum()), 1),
+        "of_smaller": shared / max(min(int(a.sum()), int(b.sum())), 1),
+    }

@@ -1,0 +1,104 @@
+"""The same task in a dense model, a sparse one and, where there is one, the matched dense control."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from . import tasks as registry
+from .circuit import Circuit, overlap
+from .config import Search
+from .curve import THRESHOLDS, multiplier
+from .discovery import discover_on, prepare, split
+from .huggingface import load
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    Source = str | Path | nn.Module | tuple[nn.Module, PreTrainedTokenizerBase]
+
+
+class Comparison(dict):
+    """Per task: multipliers at the thresholds, curves, overlap. The circuits are in `.circuits[task][model]`."""
+
+    circuits: dict[str, dict[str, Circuit]]
+
+
+def compare(
+    dense: "Source",
+    sparse: "Source",
+    tasks: "list[str] | tuple[str, ...] | str" = ("ioi",),
+    *,
+    control: "Source | None" = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    settings: Search | None = None,
+    names: tuple[str, str] = ("dense", "sparse"),
+    show_progress: bool = False,
+    say: Callable[[str], None] = print,
+) -> Comparison:
+    """Paired curves of explained effect and, per threshold, how many times fewer edges the sparse model needs.
+
+    Models are names, folders, Runs or loaded models (then with `tokenizer`, or as (model, tokenizer)). All run on the
+    same prompts, those that every one of them gets right. A Run with a control brings it along.
+    """
+    settings = settings or Search()
+    wanted = [tasks] if isinstance(tasks, str) else list(tasks)
+    found = [registry.find(task) for task in wanted]  # unknown names before any model is loaded
+    if control is None and isinstance(sparse, str | Path) and (Path(sparse) / "control" / "model").is_dir():
+        control = Path(sparse) / "control" / "model"
+    models: dict[str, nn.Module] = {}
+    for role, source in (("dense", dense), ("sparse", sparse), ("control", control)):
+        if source is not None:
+            models[role], own = _open(source)
+            tokenizer = tokenizer or own
+    if tokenizer is None:
+        raise ValueError("compare needs a tokenizer beside loaded models: compare(dense, sparse, tokenizer=tokenizer)")
+
+    result = Comparison(settings=vars(settings), names=dict(zip(("dense", "sparse"), names, strict=True)), tasks={})
+    result.circuits = {}
+    for task in found:
+        prompts = prepare(list(models.values()), tokenizer, task, settings, say)
+        halves = split(prompts)
+        circuits = {}
+        for role, model in models.items():
+            say(f"{task.name}: {role}")
+            circuits[role] = discover_on(model, task.name, *halves, settings, show_progress=show_progress, say=say)
+        result["tasks"][task.name] = _row(circuits, settings.seed)
+        result.circuits[task.name] = circuits
+    return result
+
+
+def _open(source: "Source") -> "tuple[nn.Module, PreTrainedTokenizerBase | None]":
+    if isinstance(source, str | Path):
+        return load(source, device="cuda" if torch.cuda.is_available() else "cpu")
+    return source if isinstance(source, tuple) else (source, None)
+
+
+def _row(circuits: dict[str, Circuit], seed: int) -> dict[str, Any]:
+    dense, sparse = circuits["dense"], circuits["sparse"]
+    row: dict[str, Any] = {
+        "thresholds": {str(t): multiplier(dense.curve, sparse.curve, t, seed) for t in THRESHOLDS},
+        "overlap": overlap(dense.mask, sparse.mask) if dense.mask.shape == sparse.mask.shape else None,
+        "models": {role: circuit.results for role, circuit in circuits.items()},
+    }
+    if "control" in circuits:
+        # What sparsity alone buys: against a dense model that has had the same training.
+        row["thresholds_control"] = {
+            str(t): multiplier(circuits["control"].curve, sparse.curve, t, seed) for t in THRESHOLDS
+        }
+    return row
+
+
+def table(result: Comparison) -> str:
+    """The multipliers as text."""
+    lines = [f"{'task':14}{'effect':>8}{'dense':>9}{'sparse':>8}{'multiplier':>12}   95 % interval"]
+    for task, row in result["tasks"].items():
+        for name, other in (("thresholds", ""), ("thresholds_control", " (control)")):
+            for threshold, m in row.get(name, {}).items():
+                lines.append(
+                    f"{task + other:14}{float(threshold):8.0%}{m['dense_edges']:9,}{m['sparse_edges']:8,}"
+                    f"{m['multiplier']:11.1f}x   {m['low']:.1f} to {m['high']:.1f}, n = {m['n_prompts']} prompts"
+                )
+    return "\n".join(lines)

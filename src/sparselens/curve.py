@@ -1,0 +1,129 @@
+"""Curves of explained effect over the number of edges kept: thresholds, intervals, areas, multipliers. Numbers only.
+
+    f(C) = (m(C) - m(nothing)) / (m(model) - m(nothing))      m averaged over prompts; never clipped
+
+Intervals are 95 % percentile intervals of a bootstrap over prompts; m(C), m(model) and m(nothing) are all drawn again.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+THRESHOLDS = (0.8, 0.9, 0.95)
+MIB_FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+DRAWS = 1000
+
+
+@dataclass
+class Curve:
+    """What circuits of growing size do on the same prompts. Sorted by size; the last one is the whole model."""
+
+    edges: np.ndarray  # [circuits] edges (or heads) really in, dead ends removed
+    metrics: np.ndarray  # [circuits, prompts]
+    m_model: np.ndarray  # [prompts]
+    m_nothing: np.ndarray  # [prompts]
+
+    def __post_init__(self) -> None:
+        order = np.argsort(self.edges, kind="stable")
+        _, first = np.unique(self.edges[order], return_index=True)
+        self.edges, self.metrics = self.edges[order][first], self.metrics[order][first]
+
+    def effects(self, draw: np.ndarray | None = None) -> np.ndarray:
+        """Explained effect per circuit, [circuits]; with prompt indices [draws, prompts]: [draws, circuits]."""
+        if draw is None:
+            draw = np.arange(len(self.m_model))[None]
+            return self.effects(draw)[0]
+        nothing = self.m_nothing[draw].mean(1)[:, None]
+        whole = self.m_model[draw].mean(1)[:, None] - nothing
+        # A draw in which model and nothing coincide says nothing about circuits.
+        whole = np.where(np.abs(whole) < 1e-12, np.nan, whole)
+        return (self.metrics.T[draw].mean(1) - nothing) / whole
+
+    def draws(self, seed: int = 0) -> np.ndarray:
+        n = len(self.m_model)
+        return np.random.default_rng(seed).integers(0, n, (DRAWS, n))
+
+    def band(self, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """95 % interval of the effect at every size."""
+        low, high = np.nanpercentile(self.effects(self.draws(seed)), [2.5, 97.5], axis=0)
+        return low, high
+
+    def edges_at(self, threshold: float, draw: np.ndarray | None = None) -> Any:
+        """The smallest measured size that reaches the threshold and from which no larger one falls below it."""
+        effects = np.atleast_2d(self.effects(draw))
+        stays = np.logical_and.accumulate((effects >= threshold - 1e-9)[:, ::-1], axis=1)[:, ::-1]
+        stays[:, -1] = True  # the whole model
+        found = self.edges[stays.argmax(1)]
+        return int(found[0]) if draw is None else found
+
+    def edges_interval(self, threshold: float, seed: int = 0) -> tuple[float, float]:
+        low, high = np.percentile(self.edges_at(threshold, self.draws(seed)), [2.5, 97.5])
+        return float(low), float(high)
+
+    def area_log(self) -> float:
+        """Mean explained effect over log(edges), from one edge to all of them."""
+        x, f = np.log(np.maximum(self.edges, 1)), self.effects()
+        if x[0] > 0:
+            x, f = np.insert(x, 0, 0.0), np.insert(f, 0, 0.0)
+        return float(np.trapezoid(f, x) / x[-1]) if x[-1] > 0 else float(f[-1])
+
+    def row(self, seed: int = 0) -> dict[str, list[float]]:
+        low, high = self.band(seed)
+        return {
+            "edges": self.edges.tolist(),
+            "effect": self.effects().tolist(),
+            "low": low.tolist(),
+            "high": high.tolist(),
+        }
+
+
+def multiplier(dense: Curve, sparse: Curve, threshold: float, seed: int = 0) -> dict[str, float]:
+    """Edges the dense model needs over edges the sparse one needs, with an interval from the same draws of prompts."""
+    if len(dense.m_model) != len(sparse.m_model):
+        raise ValueError(f"curves over different prompts: {len(dense.m_model)} and {len(sparse.m_model)}")
+    draw = dense.draws(seed)
+    ratio = dense.edges_at(threshold, draw) / np.maximum(sparse.edges_at(threshold, draw), 1)
+    low, high = np.percentile(ratio, [2.5, 97.5])
+    ours, theirs = dense.edges_at(threshold), sparse.edges_at(threshold)
+    return {
+        "dense_edges": ours, "sparse_edges": theirs, "multiplier": ours / max(theirs, 1),
+        "low": float(low), "high": float(high), "n_prompts": len(dense.m_model),
+    }  # fmt: skip
+
+
+def mib_areas(effects: np.ndarray) -> dict[str, float]:
+    """MIB's CPR (area under f, linear in the share of edges) and CMD (area between f and 1), f at MIB_FRACTIONS."""
+    k = np.array(MIB_FRACTIONS)
+    return {"cpr": float(np.trapezoid(effects, k)), "cmd": float(np.trapezoid(np.abs(1 - effects), k))}
+
+
+def check_spread(m_model: np.ndarray, m_nothing: np.ndarray, what: str) -> None:
+    """Refuse to divide by a difference that is hardly there."""
+    difference = m_model - m_nothing
+    error = difference.std(ddof=1) / len(difference) ** 0.5 if len(difference) > 1 else 0.0
+    if difference.mean() <= 2 * error or difference.mean() <= 1e-6:
+        raise ValueError(
+            f"{what}: the metric is {m_model.mean():.4g} on the prompts and {m_nothing.mean():.4g} on the corrupted "
+            f"ones (difference {difference.mean():.3g} +- {error:.2g}). The model does not do this task, so there is "
+            "no effect to explain; try another task or another model."
+        )
+
+
+def log_sizes(n: int, points: int) -> np.ndarray:
+    """Up to `points` whole numbers from 1 to n, evenly spaced in their logarithm."""
+    return np.unique(np.geomspace(1, n, points).round().astype(int))
+
+
+def refine(sizes: np.ndarray, effects: np.ndarray, thresholds: tuple[float, ...] = THRESHOLDS) -> list[int]:
+    """Sizes worth measuring next: between the last one below each threshold and the next larger one."""
+    wanted = set()
+    for threshold in thresholds:
+        below = np.flatnonzero(effects < threshold - 1e-9)
+        left = int(below[-1]) if len(below) else -1
+        if left + 1 < len(sizes):
+            a, b = (int(sizes[left]) if left >= 0 else 0), int(sizes[left + 1])
+            middle = round((max(a, 1) * b) ** 0.5)
+            if a < middle < b:
+                wanted.add(middle)
+    return sorted(wanted)

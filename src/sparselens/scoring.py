@@ -1,0 +1,207 @@
+"""Score every edge by what removing it would change: EAP, EAP-IG on inputs, exact patching.
+
+    score(u -> v) = < what u writes (clean) - what u writes (corrupted),  gradient of the metric at v's input >
+
+summed over positions, averaged over prompts. It is the first-order estimate of m(model) - m(model with that one edge
+corrupted): positive means the edge raises the metric. EAP takes the gradient on the clean prompt; EAP-IG the mean of
+gradients at points between the corrupted and the clean embeddings (midpoints of `steps` equal pieces). Exact patching
+removes every edge in turn.
+
+No copy of the residual stream is kept per head. Going back through a block:
+
+1. Run the block again from its stored input, keeping a graph for this block alone.
+2. The MLP's reader gradient is the vector-Jacobian product of norm and MLP.
+3. One backward pass through attention gives the gradients at q, k, v; head h's reader gradient is
+   LN^T(W_Q^h^T dq_h), made for a slice of the tokens at a time and multiplied with the writers' differences at once.
+4. A head's difference is (z clean - z corrupted) W_O^h, made from the stored z for the same slice.
+
+Stored per token: block inputs, differences of z, differences of MLP outputs: 3 * n_layers * d_model numbers.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .decoder import Decoder
+from .memory import SLICES, WRITERS_AT_ONCE
+from .patching import Patcher
+from .record import start
+from .tasks.prompts import Prompts
+
+Method = Literal["exact", "eap", "eap-ig"]
+MOST_EXACT = 4000  # edges; each costs a forward pass over all prompts
+
+
+def eap(
+    decoder: Decoder,
+    prompts: Prompts,
+    steps: int = 0,
+    n_at_once: int = 16,
+    progress: Callable[[int], None] = lambda n: None,
+) -> np.ndarray:
+    """EAP (steps=0: gradient on the clean prompt) or EAP-IG scores, [readers, writers] fp64."""
+    c = decoder.components
+    scores = torch.zeros(c.n_readers, c.n_writers, dtype=torch.float64)
+    prompts = prompts.to(next(decoder.model.parameters()).device)
+    shares = [1.0] if steps == 0 else [(i + 0.5) / steps for i in range(steps)]
+    for first in range(0, len(prompts), n_at_once):
+        part = prompts.take(slice(first, first + n_at_once))
+        clean, corrupted = _embeddings(decoder, part)
+        differences = _differences(decoder, clean, corrupted)
+        for share in shares:
+            _score_once(decoder, part, clean * share + corrupted * (1 - share), differences, scores)
+            progress(len(part))
+    return (scores / len(prompts) / len(shares)).numpy()
+
+
+def exact(patcher: Patcher, progress: Callable[[int], None] = lambda n: None) -> np.ndarray:
+    """m(model) - m(model with that one edge corrupted), for every edge, averaged over prompts."""
+    c = patcher.decoder.components
+    edges = np.flatnonzero(c.possible)
+    if len(edges) > MOST_EXACT:
+        raise ValueError(
+            f"exact patching would need {len(edges):,} forward passes over all prompts (at most {MOST_EXACT:,}); "
+            "use --method eap-ig"
+        )
+    scores = np.zeros(c.possible.size)
+    together = 512  # masks to hold in memory at once
+    for first in range(0, len(edges), together):
+        some = edges[first : first + together]
+        masks = np.repeat(c.possible[None], len(some), 0).reshape(len(some), -1)
+        masks[np.arange(len(some)), some] = False
+        effect = patcher.m_model.mean() - patcher.run(masks.reshape(len(some), *c.possible.shape), progress).mean(1)
+        scores[some] = effect.numpy()
+    # Circuits run in batches of different shapes round differently; an edge that does nothing should score nothing.
+    noise = 1e-6 * float((patcher.m_model - patcher.m_nothing).abs().mean())
+    return np.where(np.abs(scores) > noise, scores, 0.0).reshape(c.possible.shape)
+
+
+def _embeddings(decoder: Decoder, prompts: Prompts) -> tuple[Tensor, Tensor]:
+    clean, corrupted = (start(decoder.model, ids, logits=False) for ids in (prompts.clean, prompts.corrupted))
+    decoder.rotations = clean.rotations
+    return clean.embedding, corrupted.embedding
+
+
+@torch.no_grad()
+def _differences(decoder: Decoder, clean: Tensor, corrupted: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """What every writer writes on the clean prompt minus on the corrupted one: input, z per layer, MLP per layer."""
+    zs: list[Tensor] = []
+    mlps: list[Tensor] = []
+    for sign, x in ((-1, corrupted), (1, clean)):
+        for layer in range(decoder.dims.n_layers):
+            z = decoder.heads(layer, x)
+            scaled = decoder.scaled(layer, z)
+            after = x + decoder.write(layer, z)
+            mlp = decoder.mlp(layer, x if decoder.components.parallel else after)
+            if sign < 0:
+                zs.append(scaled)
+                mlps.append(mlp.clone())
+            else:
+                zs[layer], mlps[layer] = scaled - zs[layer], mlp - mlps[layer]
+            x = after + mlp
+    return clean - corrupted, zs, mlps
+
+
+@torch.no_grad()
+def _inputs(decoder: Decoder, x: Tensor) -> list[Tensor]:
+    """The residual stream before every block and after the last, [batch, tokens, d_model] each."""
+    inputs = [x]
+    for layer in range(decoder.dims.n_layers):
+        after = x + decoder.write(layer, decoder.heads(layer, x))
+        x = after + decoder.mlp(layer, x if decoder.components.parallel else after)
+        inputs.append(x)
+    return inputs
+
+
+def _score_once(decoder: Decoder, prompts: Prompts, embedding: Tensor, differences, scores: Tensor) -> None:
+    """Add the scores that the gradient at one point gives."""
+    c = decoder.components
+    inputs = _inputs(decoder, embedding)
+    final = inputs.pop().requires_grad_()
+    with torch.enable_grad():
+        metric = prompts.score(decoder.unembed(prompts.at_reads(final))).sum()
+        (gradient,) = torch.autograd.grad(metric, final)
+    del final
+    for part in _slices(len(gradient)):
+        _contract(decoder, gradient[None, part], [c.output], c.n_layers, differences, scores, part)
+    for layer in reversed(range(decoder.dims.n_layers)):
+        x = inputs.pop()
+        gradient = _back(decoder, layer, x, gradient, differences, scores)
+
+
+def _back(decoder: Decoder, layer: int, x: Tensor, gradient: Tensor, differences, scores: Tensor) -> Tensor:
+    """Score the readers of one block; gradient after the block -> gradient before it."""
+    c, heads = decoder.components, range(decoder.dims.n_heads)
+    with torch.no_grad():
+        y = decoder.read(layer, x)
+        qkv = [decoder.project(layer, through, y).requires_grad_() for through in "qkv"]
+        middle = x if c.parallel else x + decoder.write(layer, decoder.mix(layer, *qkv))
+    middle = middle.detach().requires_grad_()
+    with torch.enable_grad():
+        (at_mlp,) = torch.autograd.grad(decoder.mlp(layer, middle), middle, gradient)
+    del middle
+    if not c.parallel:
+        gradient = gradient + at_mlp
+    with torch.enable_grad():
+        written = decoder.write(layer, decoder.mix(layer, *qkv))
+        at_qkv = torch.autograd.grad(written, qkv, gradient)
+    del written, qkv
+    gradient = gradient + at_mlp if c.parallel else gradient
+    rows = [c.head_reader(layer, through, head) for through in "qkv" for head in heads] + [c.mlp_reader(layer)]
+    for part in _slices(len(x)):
+        readers = [at_mlp[None, part]]
+        for through, at in zip("vkq", reversed(at_qkv), strict=True):
+            readers.insert(0, _through_norm(decoder, layer, x[part], decoder.unproject(layer, through, at[part])))
+            gradient[part] += readers[0].sum(0)
+        # All readers of the block together: what writers wrote is made from z once for all of them.
+        _contract(decoder, torch.cat(readers), rows, layer, differences, scores, part)
+        if not c.parallel:  # the MLP also reads the heads of its own block
+            own = [_written(decoder, layer, differences, part)]
+            _add(at_mlp[None, part], rows[-1:], own, c.head_writer(layer), scores)
+    return gradient
+
+
+def _through_norm(decoder: Decoder, layer: int, x: Tensor, gradient: Tensor) -> Tensor:
+    """LN^T: gradients after the norm, one per head [heads, batch, tokens, d_model], to gradients before it."""
+    if decoder.parts[layer].attention_norm is None:
+        return gradient
+    copies = x.detach().expand_as(gradient).requires_grad_()
+    with torch.enable_grad():
+        return torch.autograd.grad(decoder.read(layer, copies), copies, gradient)[0]
+
+
+def _slices(batch: int) -> list[slice]:
+    size = -(-batch // SLICES)
+    return [slice(i, i + size) for i in range(0, batch, size)]
+
+
+@torch.no_grad()
+def _contract(
+    decoder: Decoder, readers: Tensor, rows: list[int], n_layers: int, differences, scores: Tensor, part: slice
+) -> None:
+    """Inner products of reader gradients [readers, batch, tokens, d_model] with everything the first n_layers write."""
+    at_input, _, mlps = differences
+    block, first = [at_input[part].flatten()[None]], 0
+    for layer in range(n_layers):
+        block += [_written(decoder, layer, differences, part), mlps[layer][part].flatten()[None]]
+        # A handful of writers at a time is slow, all of them at once is a copy of the residual stream for each.
+        if sum(map(len, block)) >= WRITERS_AT_ONCE and layer + 1 < n_layers:
+            first = _add(readers, rows, block, first, scores)
+            block = []
+    _add(readers, rows, block, first, scores)
+
+
+def _written(decoder: Decoder, layer: int, differences, part: slice) -> Tensor:
+    """What the heads of one layer wrote, [heads, batch * tokens * d_model]."""
+    return decoder.write_each(layer, differences[1][layer][part]).flatten(1)
+
+
+@torch.no_grad()
+def _add(readers: Tensor, rows: list[int], block: list[Tensor], first: int, scores: Tensor) -> int:
+    """Add the scores of consecutive writers, the first of them being `first`; returns the one after them."""
+    products = torch.cat(block) @ readers.flatten(1).T
+    scores[rows, first : first + len(products)] += products.T.double().cpu()
+    return first + len(products)

@@ -1,0 +1,86 @@
+"""Tasks: clean/corrupted prompt pairs with an answer, for any tokenizer.
+
+A task is a function (rng, words) -> Pair, registered under a name. Yours takes ten lines:
+
+    from sparselens.tasks import Pair, task
+
+    @task("capital")
+    def capital(rng, words):
+        (country, city), (other, other_city) = rng.sample([("France", "Paris"), ("Italy", "Rome")], 2)
+        return Pair(f"The capital of {country} is", f"The capital of {other} is", f" {city}", f" {other_city}")
+
+Lengths, answer tokens and positions are worked out and checked for every pair before anything runs (prompts.py).
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from .words import Words
+
+Metric = Literal["logit", "probability", "log-probability"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One prompt and its counterpart, as text. Both must have the same number of tokens."""
+
+    clean: str
+    corrupted: str
+    answer: str | tuple[str, ...]  # how the clean prompt goes on; several where any of them is right
+    wrong: str | tuple[str, ...] = ()  # what to compare with; empty: the answer's own log-probability is the metric
+    filled: bool = False  # the answer stands at the prompt's last tokens (as in addition), not after them
+
+
+Generator = Callable[[random.Random, "Words"], Pair]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A named source of pairs and the metric they are judged by."""
+
+    name: str
+    generate: Generator | None
+    metric: Metric = "logit"
+    pairs: tuple[Pair, ...] = ()  # a fixed list (a user's file) instead of a generator
+
+
+_REGISTRY: dict[str, Task] = {}
+_BUILT_IN = ("addition", "antonym", "docstring", "greater_than", "induction", "ioi", "ioi_long")
+
+
+def task(name: str, metric: Metric = "logit") -> Callable[[Generator], Generator]:
+    """Register a generator of pairs under a name that `discover` and `compare` understand."""
+
+    def register(generate: Generator) -> Generator:
+        _REGISTRY[name] = Task(name, generate, metric)
+        return generate
+
+    return register
+
+
+def names() -> list[str]:
+    """Every registered task."""
+    for module in _BUILT_IN:
+        import_module(f".{module}", __name__)
+    return sorted(_REGISTRY)
+
+
+def find(name: "str | Path | Task") -> Task:
+    """The task of that name, or a user's own pairs from a .jsonl file."""
+    if isinstance(name, Task):
+        return name
+    if str(name).endswith(".jsonl"):
+        from .jsonl import read_pairs
+
+        return read_pairs(Path(name))
+    known = names()
+    if str(name) not in _REGISTRY:
+        raise ValueError(
+            f"unknown task {str(name)!r}: expected one of {', '.join(known)}, or a .jsonl file of your own pairs"
+        )
+    return _REGISTRY[str(name)]

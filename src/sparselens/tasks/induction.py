@@ -1,0 +1,26 @@
+"""Induction: a list of words begins again; which comes next? Corruption: another word stood there the first time."""
+
+import random
+
+from . import Pair, task
+from .words import Words
+
+WORDS = (
+    "apple", "river", "stone", "cloud", "train", "glass", "paper", "horse", "table", "green", "music", "light",
+    "water", "house", "bread", "chair", "storm", "clock", "field", "north", "metal", "sugar", "plant", "heart",
+    "queen", "beach", "tower", "mouse", "dance", "smoke", "wheel", "grass", "piano", "tiger", "lemon", "ocean",
+    "brick", "candle", "winter",
+)  # fmt: skip
+LENGTH = 8
+
+
+@task("induction")
+def induction(rng: random.Random, words: Words) -> Pair:
+    first = rng.sample(words.alike(WORDS), LENGTH + 1)
+    other = first.pop()
+    at = rng.randrange(3, LENGTH)  # the repeated part has at least three words to be recognised by
+    replaced = [*first[:at], other, *first[at + 1 :]]
+    again = " ".join(first[:at])
+    return Pair(
+        f"{' '.join(first)} {again}", f"{' '.join(replaced)} {again}", answer=f" {first[at]}", wrong=f" {other}"
+    )

@@ -1,0 +1,52 @@
+"""A user's own pairs: one JSON object per line.
+
+    {"clean": "The capital of France is", "corrupted": "The capital of Italy is", "answer": " Paris", "wrong": " Rome"}
+
+`answer` and `wrong` are strings or lists of strings, with their leading space. Without `wrong` the metric is the
+answer's log-probability. `"metric": "probability"` in the first line makes it P(answer) - P(wrong) for all of them.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from . import Pair, Task
+
+
+def read_pairs(path: Path) -> Task:
+    if not path.is_file():
+        raise ValueError(f"no such file: {path}")
+    pairs: list[Pair] = []
+    metric: str | None = None
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row: dict[str, Any] = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: not JSON ({error.msg})") from None
+        if not isinstance(row, dict) or not {"clean", "corrupted", "answer"} <= row.keys():
+            raise ValueError(
+                f"{where}: expected an object with clean, corrupted and answer (and wrong), got {line[:80]}"
+            )
+        if pairs and bool(row.get("wrong")) != bool(pairs[0].wrong):
+            raise ValueError(f"{where}: either every pair has a wrong answer to compare with, or none")
+        metric = metric or row.get("metric") or ("logit" if row.get("wrong") else "log-probability")
+        if metric not in ("logit", "probability", "log-probability"):
+            raise ValueError(f"{where}: metric {metric!r}; expected logit, probability or log-probability")
+        answer, wrong = (_texts(row.get(name) or [], f"{where}: {name}") for name in ("answer", "wrong"))
+        for name in ("clean", "corrupted"):
+            if not isinstance(row[name], str) or not row[name]:
+                raise ValueError(f"{where}: {name} must be a text, got {row[name]!r}")
+        pairs.append(Pair(row["clean"], row["corrupted"], answer, wrong))
+    if not pairs:
+        raise ValueError(f"{path} holds no pairs")
+    return Task(path.stem, None, metric, tuple(pairs))  # type: ignore[arg-type]
+
+
+def _texts(value: Any, where: str) -> tuple[str, ...]:
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str) and text for text in values):
+        raise ValueError(f"{where} must be a text or a list of texts, got {value!r}")
+    return tuple(values)

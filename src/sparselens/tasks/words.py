@@ -1,0 +1,53 @@
+"""Words that one tokenizer treats alike, so that swapping them keeps a prompt's length."""
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Tokenizers of these families expect their beginning-of-sequence token although some do not add it themselves.
+_BOS = ("<s>", "<bos>", "<|begin_of_text|>")
+
+
+class Words:
+    """What a task may ask of a tokenizer."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
+        self.tokenizer = tokenizer
+        self._alike: dict[tuple[str, ...], list[str]] = {}
+        bos = tokenizer.bos_token_id if tokenizer.bos_token in _BOS else None
+        self._bos = cast("int | None", bos)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids as the model expects them: beginning-of-sequence token where it belongs, no end token."""
+        ids = list(self.tokenizer(text)["input_ids"])
+        if ids and ids[-1] == self.tokenizer.eos_token_id and not text.endswith(self.tokenizer.eos_token or "\0"):
+            ids.pop()
+        if self._bos is not None and ids[:1] != [self._bos]:
+            ids.insert(0, self._bos)
+        return ids
+
+    def count(self, text: str) -> int:
+        return len(self.encode(text))
+
+    def after(self, prompt: str, ids: list[int], answer: str) -> list[int]:
+        """The tokens with which `answer` continues `prompt` (whose tokens are `ids`)."""
+        both = self.encode(prompt + answer)
+        if both[: len(ids)] == ids and len(both) > len(ids):
+            return both[len(ids) :]
+        # The tokenizer would merge across the border (" 17" + "76" -> " 1776"): the answer on its own, then.
+        return list(self.tokenizer(answer, add_special_tokens=False)["input_ids"])
+
+    def alike(self, words: tuple[str, ...], enough: int = 16) -> list[str]:
+        """The largest set of these words with one number of tokens; if enough, with first tokens that all differ."""
+        if words not in self._alike:
+            start = self.encode("and")
+            groups: dict[int, dict[str, int]] = defaultdict(dict)
+            for word in words:
+                tokens = self.after("and", start, f" {word}")
+                groups[len(tokens)][word] = tokens[0]
+            largest = max(groups.values(), key=len)
+            different = {first: word for word, first in reversed(largest.items())}
+            self._alike[words] = list(largest) if len(different) < enough else sorted(different.values())
+        return self._alike[words]

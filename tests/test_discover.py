@@ -1,0 +1,278 @@
+"""Circuits of real (tiny) models: the pieces are the model, scores are derivatives, and the whole walk."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from models import CONFIGS, tiny_model, tiny_tokenizer
+from pairs import random_prompts
+
+from sparselens.circuit import Circuit
+from sparselens.cli import main
+from sparselens.comparison import compare
+from sparselens.config import Gate, Search
+from sparselens.decoder import Decoder
+from sparselens.discovery import discover
+from sparselens.huggingface import install_gates, save
+from sparselens.memory import PeakMemory, estimate_memory
+from sparselens.patching import Patcher
+from sparselens.scoring import eap, exact
+from sparselens.sites import Dimensions, mlp_width
+from sparselens.tasks import Pair, Task
+
+QUIET = {"say": lambda text: None}
+
+
+def gated(family: str, bias: float = 0.3):
+    return install_gates(tiny_model(family), Gate(bias=bias))
+
+
+@pytest.mark.parametrize("ablation", ["corrupted", "mean", "zero"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_full_circuit_is_the_model_and_empty_is_the_corrupted_prompt(family, ablation):
+    """Patcher checks itself to 1e-4 of the logits; here with sdpa as well as with gates."""
+    for model in (tiny_model(family, attention="eager" if "gemma2" in family else "sdpa"), gated(family)):
+        patcher = Patcher(Decoder(model), random_prompts(), ablation)
+        assert all(error < 1e-5 for error in patcher.checks.values())
+        if ablation == "corrupted":
+            prompts = patcher.prompts
+            with torch.no_grad():
+                own = prompts.score(prompts.at_reads(model(prompts.corrupted).logits).double())
+            assert torch.allclose(patcher.m_nothing, own, atol=1e-4)
+
+
+def test_the_self_check_notices_a_model_it_does_not_understand():
+    model = tiny_model("llama")
+    decoder = Decoder(model)
+    decoder.parts[0].mlp.register_forward_hook(
+        lambda module, arguments, output: output * (1 + 0.1 * decoder_is_running())
+    )
+    decoder_is_running = iter_flag(model)
+    with pytest.raises(ValueError, match="self-check failed: the full circuit"):
+        Patcher(decoder, random_prompts())
+
+
+def iter_flag(model):
+    """1 while the model's own forward pass runs, 0 while its pieces are called."""
+    running = [0]
+    model.register_forward_pre_hook(lambda *a: running.__setitem__(0, 1))
+    model.register_forward_hook(lambda *a: running.__setitem__(0, 0))
+    return lambda: running[0]
+
+
+def test_single_edges_and_any_grouping_of_circuits():
+    """One circuit alone, in a batch of many, and in small pieces of prompts: the same numbers."""
+    decoder, prompts = Decoder(tiny_model("qwen3")), random_prompts(5)
+    c, rng = decoder.components, np.random.default_rng(0)
+    masks = np.stack([c.prune((rng.random(c.possible.shape) < share) & c.possible) for share in (0.1, 0.3, 0.6, 0.9)])
+    together = Patcher(decoder, prompts).run(masks)
+    little = Patcher(decoder, prompts, memory_mb=0.02)
+    alone = torch.stack([little.run(mask[None])[0] for mask in masks])
+    assert torch.allclose(together, alone, atol=1e-5)
+
+
+def test_an_edge_carries_only_its_own_writer():
+    """input->logits alone: the corrupted residual stream with the clean embedding swapped in."""
+    decoder, prompts = Decoder(tiny_model("gpt2")), random_prompts()
+    patcher = Patcher(decoder, prompts)
+    mask = np.zeros_like(decoder.components.possible)
+    mask[decoder.components.edge("input->logits")] = True
+    from sparselens.patching import trace
+    from sparselens.record import start
+
+    clean, corrupted = start(decoder.model, prompts.clean), start(decoder.model, prompts.corrupted)
+    run = trace(decoder, corrupted.embedding)
+    with torch.no_grad():
+        final = run.final + clean.embedding - corrupted.embedding
+        expected = prompts.score(prompts.at_reads(decoder.unembed(final)).double())
+    assert torch.allclose(patcher.run(mask[None])[0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "family, with_gates, step",
+    [("gpt2", False, 1e-5), ("gpt_neox", False, 1e-5), ("gpt2", True, 1e-5), ("gpt_neox", True, 1e-5)]
+    # RMS norms compute in fp32 whatever they are given: a wider step, and no gates that it could flip.
+    + [(family, False, 2e-3) for family in ("llama", "qwen3", "olmo2", "gemma3_text")],
+)
+def test_eap_is_the_derivative_of_exact_patching(family, with_gates, step):
+    """Every edge, by central differences. Gates held still: where none flips, that is the derivative."""
+    model = (gated(family) if with_gates else tiny_model(family)).double()
+    decoder, prompts = Decoder(model, straight_through=False), random_prompts(2, 6)
+    scores = eap(decoder, prompts)
+    patcher, c = Patcher(decoder, prompts), decoder.components
+    edges = np.flatnonzero(c.possible)
+    masks = torch.from_numpy(c.possible).double().flatten().repeat(2 * len(edges), 1)
+    rows = torch.arange(len(edges))
+    masks[2 * rows, edges] += step
+    masks[2 * rows + 1, edges] -= step
+    values = patcher.run(masks.view(-1, *c.possible.shape)).mean(1)
+    slope = ((values[0::2] - values[1::2]) / (2 * step)).numpy()
+    assert np.abs(slope - scores.ravel()[edges]).max() < 1e-3 * np.abs(scores).max()
+
+
+def spearman(a: np.ndarray, b: np.ndarray) -> float:
+    ranks = [np.argsort(np.argsort(x)) for x in (np.abs(a), np.abs(b))]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def test_eap_ig_ranks_like_exact_patching():
+    model = tiny_model("gpt2")
+    decoder, prompts = Decoder(model), random_prompts(8, 8)
+    edges = np.flatnonzero(decoder.components.possible)
+    wanted = exact(Patcher(decoder, prompts)).ravel()[edges]
+    assert spearman(wanted, eap(decoder, prompts, steps=5, n_at_once=3).ravel()[edges]) > 0.85
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3_text", "gpt_neox"])
+def test_memory_stays_below_its_estimate(family):
+    model = tiny_model(family)
+    decoder, prompts = Decoder(model), random_prompts(16, 12)
+    peak = PeakMemory().ignore(model)
+    with peak:
+        eap(decoder, prompts, steps=2, n_at_once=16)
+    estimate = estimate_memory(decoder.dims, mlp_width(decoder.config), 16, 12, 2, 64)
+    assert 0.3 * estimate.total < peak.peak < estimate.total
+
+
+def test_memory_at_real_sizes():
+    gpt2 = Dimensions(n_layers=12, n_heads=12, n_kv_heads=12, d_model=768, d_head=64, max_tokens=1024)
+    llama = Dimensions(n_layers=32, n_heads=32, n_kv_heads=8, d_model=4096, d_head=128, max_tokens=8192)
+    assert estimate_memory(gpt2, 3072, 16, 64).per_token < 0.5 * 2**20
+    assert estimate_memory(llama, 14336, 16, 64).per_token < 3 * 2**20
+
+
+def test_exact_patching_of_a_big_graph_is_refused_early():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=12, num_attention_heads=8)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, pad_token_id=None, bos_token_id=None, eos_token_id=None))
+    with pytest.raises(ValueError, match=r"exact patching would need .* use --method eap-ig"):
+        discover(model, tiny_tokenizer(), words_task(), method="exact", **QUIET)
+
+
+def words_task(n: int = 60) -> Task:
+    """The answer is the token after the last one: any random model does some of it right by chance."""
+    rng = np.random.default_rng(0)
+    pairs = []
+    for _ in range(n):
+        a, b, c, d = (f"w{i}" for i in rng.choice(60, 4, replace=False))
+        pairs.append(Pair(f"w1 {a} w2 w3", f"w1 {b} w2 w3", f" {c}", f" {d}"))
+    return Task("words", None, "logit", tuple(pairs))
+
+
+def chosen(models: list) -> Task:
+    """Of `words_task`, the pairs on which the models' metric really falls when the prompt is corrupted."""
+    from sparselens.tasks.prompts import build
+
+    task = words_task(400)
+    prompts = build(task, tiny_tokenizer(), 400, **QUIET)
+    keep = torch.ones(len(prompts), dtype=torch.bool)
+    for model in models:
+        with torch.no_grad():
+            good, bad = (
+                prompts.score(prompts.at_reads(model(ids).logits)) for ids in (prompts.clean, prompts.corrupted)
+            )
+        keep &= (good > 0) & (good - bad > 0)
+    return Task("words", None, "logit", prompts.take(keep).pairs[:32])
+
+
+@pytest.mark.parametrize("selection", ["top", "greedy"])
+def test_discover_from_end_to_end(selection, tmp_path):
+    model = gated("llama")
+    circuit = discover(
+        model, tiny_tokenizer(), chosen([model]), selection=selection, prompts=12, points=8, steps=3, **QUIET
+    )
+    found = circuit.results
+    assert found["n_edges"] == circuit.components.n_edges == found["n_edges_scored"]
+    assert found["m_model"] > found["m_nothing"]
+    assert found["curve"]["edges"][-1] == found["n_edges"] and found["curve"]["effect"][-1] == pytest.approx(1.0)
+    assert circuit.n_edges == found["edges_at"]["0.9"] and set(found["heads_at"]) == {"0.8", "0.9", "0.95"}
+    assert np.array_equal(circuit.components.prune(circuit.mask), circuit.mask)
+    tokens = found["token_edges"]
+    assert tokens["n_open"] + tokens["n_proven_absent"] == tokens["n_possible"] == 2 * 4 * 10
+    circuit.save(tmp_path / "circuit.json")
+    assert np.array_equal(Circuit.load(tmp_path / "circuit.json").mask, circuit.mask)
+
+
+def test_closed_gates_are_zeros_in_the_graph():
+    """A head whose gates are all closed writes nothing: its edges score exactly zero."""
+    model = gated("gpt2")
+    with torch.no_grad():
+        next(p for n, p in model.named_parameters() if n.endswith("h.1.attn.gate_bias"))[2] = -100.0
+    decoder = Decoder(model)
+    scores = eap(decoder, random_prompts(), steps=2)
+    assert (scores[:, decoder.components.head_writer(1, 2)] == 0).all()
+    assert (scores[:, decoder.components.head_writer(1, 1)] != 0).any()
+
+
+def test_compare_is_paired_and_brings_the_control(tmp_path):
+    dense, sparse = tiny_model("gpt2"), gated("gpt2", bias=1.0)
+    result = compare(
+        dense, sparse, [chosen([dense, sparse])], control=dense, tokenizer=tiny_tokenizer(),
+        settings=Search(prompts=10, points=6, steps=2, heads=False), **QUIET,
+    )  # fmt: skip
+    row = result["tasks"]["words"]
+    assert set(row["thresholds"]["0.9"]) == {"dense_edges", "sparse_edges", "multiplier", "low", "high", "n_prompts"}
+    assert row["thresholds_control"]["0.9"]["dense_edges"] == row["thresholds"]["0.9"]["dense_edges"]
+    assert len({len(circuit.curve.m_model) for circuit in result.circuits["words"].values()}) == 1
+    from sparselens.figures_circuits import draw_all
+
+    paths = draw_all(json.loads(json.dumps(result)), tmp_path)
+    assert {path.suffix for path in paths} == {".png", ".svg", ".pdf"} and all(
+        path.stat().st_size > 2000 for path in paths
+    )
+    again = draw_all(result, tmp_path / "again")
+    assert [path.read_bytes() for path in paths] == [path.read_bytes() for path in again]
+
+
+@pytest.mark.parametrize("n_edges", [30, 3000])
+def test_figure_3_at_both_ends(n_edges, tmp_path):
+    from sparselens.circuit import Components
+    from sparselens.figures_circuits import draw_circuits
+
+    c, rng = Components(12, 12), np.random.default_rng(0)
+    mask = c.random_circuit(n_edges, rng)
+    circuit = Circuit(c, np.where(mask, rng.normal(size=mask.shape), 0.0), mask)
+    rows = {"n_layers": 12, "n_heads": 12, "n_edges": c.n_edges, "edges_at": {"0.9": n_edges}, "circuit": circuit.edges}
+    draw_circuits({"tasks": {"ioi": {"models": {"dense": rows, "sparse": rows}}}}, "ioi", tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 20_000
+
+
+def test_command_line(tmp_path, capsys):
+    model = tiny_model("llama")
+    save(model, tiny_tokenizer(), tmp_path / "model")
+    pairs = tmp_path / "mine.jsonl"
+    rows = [
+        {"clean": p.clean, "corrupted": p.corrupted, "answer": p.answer, "wrong": p.wrong}
+        for p in chosen([model]).pairs
+    ]
+    pairs.write_text("\n".join(json.dumps(row) for row in rows))
+    common = ["--prompts", "10", "--points", "6", "--steps", "2"]
+    main(["discover", str(tmp_path / "model"), "--task", str(pairs), "--json", str(tmp_path / "d.json"),
+          "--out", str(tmp_path / "out"), *common])  # fmt: skip
+    found = json.loads((tmp_path / "d.json").read_text())
+    assert {"n_edges", "n_edges_scored", "m_model", "m_nothing", "curve", "edges_at", "heads_at"} <= found.keys()
+    assert set(found["curve"]) == {"edges", "effect", "low", "high"}
+    assert (tmp_path / "out" / "figure2.png").is_file() and (tmp_path / "out" / "circuit.json").is_file()
+    folder = str(tmp_path / "model")
+    main(["compare", folder, folder, "--tasks", str(pairs), "--json", str(tmp_path / "c.json"), *common])
+    assert json.loads((tmp_path / "c.json").read_text())["mine"]["0.9"]["multiplier"] == 1.0
+    pairs.write_text(json.dumps({"clean": "w1 w2", "corrupted": "w1", "answer": " w3", "wrong": " w4"}))
+    with pytest.raises(SystemExit):
+        main(["discover", str(tmp_path / "model"), "--task", str(pairs)])
+    assert "no usable pair" in capsys.readouterr().err
+
+
+def test_a_task_the_model_cannot_do_is_refused():
+    model = tiny_model("gpt2")
+    same = Task(
+        "same", None, "logit", tuple(Pair(f"w{i} w1 w2 w3", f"w{i + 1} w1 w2 w3", " w5", " w6") for i in range(8, 50))
+    )
+    with pytest.raises(ValueError, match=r"right on only|does not do this task"):
+        discover(model, tiny_tokenizer(), same, prompts=8, **QUIET)
+
+
+def test_bfloat16_is_refused():
+    with pytest.raises(ValueError, match="float32"):
+        Decoder(tiny_model("gpt2").bfloat16())
