@@ -197,7 +197,7 @@ def poison(monkeypatch, steps, weights=False):
 def test_a_nan_is_discarded_and_reported(base, tmp_path, monkeypatch):
     poison(monkeypatch, {6, 7})
     run, said = sparsify(base, tmp_path / "run")
-    assert sum("discarded" in text for text in said) == 2
+    assert sum("the update was discarded" in text for text in said) == 2
     steps = [line["step"] for line in lines(run.path)]
     assert steps == [1, 2, 3, 4, 5, 8, 9, 10, 11, 12]
     assert all(torch.isfinite(p).all() for p in sl.load(run.path)[0].parameters())
