@@ -18,7 +18,7 @@ def discover_command(model: str, task: str, settings: Search, out: Path | None, 
     _refuse_file(out)
     loaded, tokenizer = load(model, device="cuda" if torch.cuda.is_available() else "cpu")
     circuit = discover(loaded, tokenizer, task, settings=settings, show_progress=True)
-    found = circuit.results | {"model": Path(model).name if Path(model).exists() else model} | _about()
+    found = circuit.results | {"model": Path(model).stem if Path(model).exists() else model} | _about()
     print(
         f"\nmetric: {found['m_model']:.3f} on the prompts, {found['m_nothing']:.3f} on the corrupted ones "
         f"(n = {found['n_prompts']} held-out prompts)"

@@ -264,9 +264,10 @@ def _curve(
 
 
 def _random(patcher: Patcher, curve: Curve, settings: Search, show_progress: bool) -> dict[str, list[float]]:
-    """Random circuits (made of whole paths) of about every second size of the curve."""
+    """Random circuits (made of whole paths) at up to six sizes of the curve: slow, as they reach every part."""
     c, rng = patcher.decoder.components, np.random.default_rng(settings.seed)
-    sizes = curve.edges[curve.edges > 0][:-1][::2]
+    sizes = curve.edges[curve.edges > 0][:-1]
+    sizes = sizes[np.unique(np.linspace(0, len(sizes) - 1, 6).round().astype(int))]
     masks = [c.random_circuit(int(n), rng) for n in sizes]
     with tqdm(total=len(masks), desc="random", unit="circuit", disable=not show_progress) as bar:
         values = patcher.run(np.stack(masks), bar.update).numpy()

@@ -109,7 +109,7 @@ def draw_circuits(comparison: dict[str, Any], task: str, path: str | Path) -> No
     height = max(n_layers for n_layers, _ in shapes) + 3
     scale = min(0.36, 6.4 / (width * len(roles)) if width * len(roles) > 17 else 0.36)
     with plt.rc_context(STYLE):
-        size = (0.5 + scale * width * len(roles) + 0.3, 0.5 + max(scale, 0.2) * height)
+        size = (0.5 + scale * width * len(roles) + 0.3, 0.5 + min(max(scale, 0.2) * height, 8.0))  # fits on a page
         figure, axes = plt.subplots(1, len(roles), figsize=(max(size[0], 3.2 * len(roles)), size[1]), squeeze=False)
         figure.subplots_adjust(left=0.07, right=0.99, top=0.93, bottom=0.02, wspace=0.06)
         for axis, role, shape in zip(axes[0], roles, shapes, strict=True):
@@ -182,7 +182,7 @@ def _draw_circuit(axis, results: dict[str, Any], shape: tuple[int, int]) -> None
     axis.text(n_heads + 0.2, 0.15, "MLP", va="bottom", **labels)
     heads = sum(node[0] == "a" for node in active)
     note = f"{results['edges_at']['0.9']:,} edges, {heads} of {n_layers * n_heads} heads"
-    axis.text((n_heads - 1) / 2, -(n_layers - 1) - 2.35, note, va="top", ha="center", fontsize=8, color=INK)
+    axis.text((n_heads - 1) / 2, -(n_layers - 1) - 2.6, note, va="top", ha="center", fontsize=8, color=INK)
     axis.set_xlim(-0.9, n_heads + 0.9 + 0.25 * n_layers**0.7)
     axis.set_ylim(-(n_layers - 1) - 3.2, 2.2)
     axis.axis("off")

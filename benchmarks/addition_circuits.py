@@ -1,0 +1,88 @@
+"""Do the scores rank edges as exact patching does, and what does each method give? On the models of a finished demo:
+
+python benchmarks/addition_circuits.py runs/demo --out results/addition-circuits.json
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sparselens import load
+from sparselens.config import Search
+from sparselens.curve import THRESHOLDS, multiplier
+from sparselens.decoder import Decoder
+from sparselens.discovery import discover_on, prepare, split
+from sparselens.patching import Patcher
+from sparselens.run import provenance, write_json
+from sparselens.scoring import eap, exact
+from sparselens.tasks import find
+
+MODELS = {"dense": "base/model", "control": "control/model", "sparse": "model"}
+
+
+def spearman(a: np.ndarray, b: np.ndarray) -> float:
+    """Of absolute scores, as edges are ranked by them; ties share their mean rank."""
+
+    def ranks(x: np.ndarray) -> np.ndarray:
+        _, place, count = np.unique(np.abs(x), return_inverse=True, return_counts=True)
+        return (np.cumsum(count) - (count - 1) / 2)[place]
+
+    return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("results/addition-circuits.json"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    settings = Search(prompts=arguments.prompts, random_control=False, heads=False)
+    loaded = {name: load(arguments.run / folder) for name, folder in MODELS.items()}
+    models = {name: model for name, (model, _) in loaded.items()}
+    prompts = prepare(list(models.values()), loaded["dense"][1], find("addition"), settings, print)
+    scoring, heldout = split(prompts)
+
+    agreement = {}
+    for name, model in models.items():
+        for straight in (True, False) if name == "sparse" else (True,):
+            decoder = Decoder(model, straight_through=straight)
+            edges = np.flatnonzero(decoder.components.possible)
+            wanted = exact(Patcher(decoder, scoring)).ravel()[edges]
+            row = {"edges": len(edges), "edges_with_effect": int((wanted != 0).sum())}
+            for label, steps in (("eap", 0), ("eap-ig 5", 5), ("eap-ig 20", 20)):
+                found = eap(decoder, scoring, steps, len(scoring)).ravel()[edges]
+                noise = 1e-6 * np.abs(found).max()
+                row[label] = round(spearman(wanted, np.where(np.abs(found) > noise, found, 0.0)), 3)
+            label = name if name != "sparse" else f"sparse, gates {'straight-through' if straight else 'constant'}"
+            agreement[label] = row
+            print(label, row, flush=True)
+
+    multipliers = {}
+    for method in ("eap-ig", "eap", "exact"):
+        changed = Search(method=method, prompts=arguments.prompts, random_control=False, heads=False)
+        curves = {
+            name: discover_on(model, "addition", scoring, heldout, changed, say=lambda text: None).curve
+            for name, model in models.items()
+        }
+        multipliers[method] = {
+            other: {str(t): multiplier(curves[other], curves["sparse"], t) for t in THRESHOLDS}
+            for other in ("dense", "control")
+        }
+        print(method, {k: v["0.9"] for k, v in multipliers[method].items()}, flush=True)
+    write_json(
+        arguments.out,
+        {
+            "command": f"python benchmarks/addition_circuits.py RUN --prompts {arguments.prompts}",
+            "versions": provenance()["versions"],
+            "spearman_with_exact_patching": agreement,
+            "multipliers": multipliers,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
