@@ -32,21 +32,9 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("results/addition-circuits.json"))
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    settings = Search(prompts=arguments.prompts, random_control=False, heads=False)
-    loaded = {name: load(arguments.run / folder) for name, folder in MODELS.items()}
-    models = {name: model for name, (model, _) in loaded.items()}
-    prompts = prepare(list(models.values()), loaded["dense"][1], find("addition"), settings, print)
-    scoring, heldout = split(prompts)
-
-    agreement = {}
+def agreement(models: dict, scoring) -> dict[str, dict]:
+    """Spearman correlation of each score with exact patching, per model and treatment of gates."""
+    rows = {}
     for name, model in models.items():
         for straight in (True, False) if name == "sparse" else (True,):
             decoder = Decoder(model, straight_through=straight)
@@ -55,33 +43,52 @@ def main() -> None:
             row = {"edges": len(edges), "edges_with_effect": int((wanted != 0).sum())}
             for label, steps in (("eap", 0), ("eap-ig 5", 5), ("eap-ig 20", 20)):
                 found = eap(decoder, scoring, steps, len(scoring)).ravel()[edges]
-                noise = 1e-6 * np.abs(found).max()
-                row[label] = round(spearman(wanted, np.where(np.abs(found) > noise, found, 0.0)), 3)
+                found = np.where(np.abs(found) > 1e-6 * np.abs(found).max(), found, 0.0)
+                row[label] = round(spearman(wanted, found), 3)
+                row[f"{label}, edges with effect"] = round(spearman(wanted[wanted != 0], found[wanted != 0]), 3)
             label = name if name != "sparse" else f"sparse, gates {'straight-through' if straight else 'constant'}"
-            agreement[label] = row
+            rows[label] = row
             print(label, row, flush=True)
+    return rows
 
-    multipliers = {}
+
+def multipliers(models: dict, scoring, heldout, n_prompts: int) -> dict[str, dict]:
+    """Edges the dense model and the control need over edges the sparse model needs, per method and threshold."""
+    rows = {}
     for method in ("eap-ig", "eap", "exact"):
-        changed = Search(method=method, prompts=arguments.prompts, random_control=False, heads=False)
+        settings = Search(method=method, prompts=n_prompts, random_control=False, heads=False)
         curves = {
-            name: discover_on(model, "addition", scoring, heldout, changed, say=lambda text: None).curve
+            name: discover_on(model, "addition", scoring, heldout, settings, say=lambda text: None).curve
             for name, model in models.items()
         }
-        multipliers[method] = {
+        rows[method] = {
             other: {str(t): multiplier(curves[other], curves["sparse"], t) for t in THRESHOLDS}
             for other in ("dense", "control")
         }
-        print(method, {k: v["0.9"] for k, v in multipliers[method].items()}, flush=True)
-    write_json(
-        arguments.out,
-        {
-            "command": f"python benchmarks/addition_circuits.py RUN --prompts {arguments.prompts}",
-            "versions": provenance()["versions"],
-            "spearman_with_exact_patching": agreement,
-            "multipliers": multipliers,
-        },
-    )
+        print(method, {k: v["0.9"] for k, v in rows[method].items()}, flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("results/addition-circuits.json"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    found = {}
+    for run in arguments.runs:
+        loaded = {name: load(run / folder) for name, folder in MODELS.items()}
+        models = {name: model for name, (model, _) in loaded.items()}
+        settings = Search(prompts=arguments.prompts)
+        scoring, heldout = split(prepare(list(models.values()), loaded["dense"][1], find("addition"), settings, print))
+        found[run.name] = {
+            "spearman_with_exact_patching": agreement(models, scoring),
+            "multipliers": multipliers(models, scoring, heldout, arguments.prompts),
+        }
+    command = f"python benchmarks/addition_circuits.py {' '.join(f'runs/{run.name}' for run in arguments.runs)}"
+    write_json(arguments.out, {"command": command, "versions": provenance()["versions"], "runs": found})
 
 
 if __name__ == "__main__":
