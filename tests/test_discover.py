@@ -16,8 +16,17 @@ from sparselens.decoder import Decoder
 from sparselens.discovery import discover
 from sparselens.huggingface import install_gates, save
 from sparselens.memory import PeakMemory, estimate_memory
-from sparselens.patching import Patcher
-from sparselens.scoring import eap, exact
+from sparselens.patching import Patcher, trace
+from sparselens.scoring import (
+    _differences,
+    _embeddings,
+    _writer_products,
+    eap,
+    exact,
+    path_points,
+    reader_shares,
+    stretch_weights,
+)
 from sparselens.sites import Dimensions, mlp_width
 from sparselens.tasks import Pair, Task
 
@@ -121,7 +130,41 @@ def test_eap_ig_ranks_like_exact_patching():
     decoder, prompts = Decoder(model), random_prompts(8, 8)
     edges = np.flatnonzero(decoder.components.possible)
     wanted = exact(Patcher(decoder, prompts)).ravel()[edges]
-    assert spearman(wanted, eap(decoder, prompts, steps=5, n_at_once=3).ravel()[edges]) > 0.85
+    ranked = {path: eap(decoder, prompts, 5, n_at_once=3, path=path).ravel()[edges] for path in ("own", "whole")}
+    assert spearman(wanted, ranked["own"]) > 0.9
+    assert spearman(wanted, ranked["own"]) > spearman(wanted, ranked["whole"])
+
+
+def test_weights_average_over_the_stretch_an_edge_covers():
+    """Linear functions exactly, whatever the points; the whole path is their trapezoid rule."""
+    shares = np.array([1e-9, 0.03, 0.2, 0.77, 1.0])
+    points = path_points(5, "own")
+    weights = stretch_weights(shares, points)
+    assert np.allclose(weights.sum(0), 1)
+    assert np.allclose(np.array(points) @ weights, 1 - shares / 2)
+    assert np.allclose(weights[:, 0], [0, 0, 0, 0, 1], atol=1e-6)
+    assert np.allclose(np.trapezoid(np.exp(points), points), np.exp(points) @ weights[:, -1])
+    assert path_points(0, "own") == path_points(1, "own") == [1.0]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "olmo2"])
+def test_shares_of_what_changes_at_a_reader(family):
+    """From inner products made in pieces, against what every writer and the whole residual stream really change."""
+    decoder, prompts = Decoder(tiny_model(family).double()), random_prompts(5, 6)
+    c = decoder.components
+    clean, corrupted = _embeddings(decoder, prompts)
+    found = torch.zeros(c.n_writers, c.n_writers, dtype=torch.float64)
+    _writer_products(decoder, _differences(decoder, clean, corrupted), found)
+    runs = [trace(decoder, x) for x in (clean, corrupted)]
+    changes = [runs[0].embedding - runs[1].embedding]
+    for layer in range(c.n_layers):
+        changes += [*decoder.write_each(layer, runs[0].z[layer] - runs[1].z[layer])]
+        changes += [runs[0].mlp_out[layer] - runs[1].mlp_out[layer]]
+    written = torch.stack([change.flatten() for change in changes])
+    assert torch.allclose(found, written @ written.T, rtol=1e-6)
+    at_end = (runs[0].final - runs[1].final).flatten()
+    wanted = (written @ at_end).abs() / at_end.square().sum()
+    assert np.allclose(reader_shares(c.possible, found.numpy())[-1], wanted.clamp(max=1).detach().numpy())
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3_text", "gpt_neox"])

@@ -211,6 +211,7 @@ class Circuit:
     d_model: int | None = None
     results: dict[str, Any] = field(default_factory=dict)  # what `discover --json` writes
     curve: Any = None  # curve.Curve, where one was measured
+    token_curve: Any = None  # the same over single attention edges (head, query, key)
     heads: dict[str, Any] = field(default_factory=dict)  # the ranking of heads and its curve
 
     @property

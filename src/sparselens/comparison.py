@@ -79,26 +79,41 @@ def _open(source: "Source") -> "tuple[nn.Module, PreTrainedTokenizerBase | None]
 def _row(circuits: dict[str, Circuit], seed: int) -> dict[str, Any]:
     dense, sparse = circuits["dense"], circuits["sparse"]
     row: dict[str, Any] = {
-        "thresholds": {str(t): multiplier(dense.curve, sparse.curve, t, seed) for t in THRESHOLDS},
+        "thresholds": _multipliers(circuits, "dense", "curve", seed),
         "overlap": overlap(dense.mask, sparse.mask) if dense.mask.shape == sparse.mask.shape else None,
         "models": {role: circuit.results for role, circuit in circuits.items()},
     }
+    # The control shows what sparsity alone buys: against a dense model that has had the same training.
     if "control" in circuits:
-        # What sparsity alone buys: against a dense model that has had the same training.
-        row["thresholds_control"] = {
-            str(t): multiplier(circuits["control"].curve, sparse.curve, t, seed) for t in THRESHOLDS
-        }
+        row["thresholds_control"] = _multipliers(circuits, "control", "curve", seed)
+    if dense.token_curve is not None and sparse.token_curve is not None:
+        row["attention_edges"] = _multipliers(circuits, "dense", "token_curve", seed)
+        if "control" in circuits:
+            row["attention_edges_control"] = _multipliers(circuits, "control", "token_curve", seed)
     return row
+
+
+def _multipliers(circuits: dict[str, Circuit], other: str, kind: str, seed: int) -> dict[str, Any]:
+    curves = getattr(circuits[other], kind), getattr(circuits["sparse"], kind)
+    return {str(t): multiplier(*curves, t, seed) for t in THRESHOLDS}
+
+
+ROWS = {
+    "thresholds": "",
+    "thresholds_control": " (ctrl)",
+    "attention_edges": " by token",
+    "attention_edges_control": " by token (ctrl)",
+}
 
 
 def table(result: Comparison) -> str:
     """The multipliers as text."""
-    lines = [f"{'task':14}{'effect':>8}{'dense':>9}{'sparse':>8}{'multiplier':>12}   95 % interval"]
+    lines = [f"{'task':24}{'effect':>8}{'dense':>9}{'sparse':>8}{'multiplier':>12}   95 % interval"]
     for task, row in result["tasks"].items():
-        for name, other in (("thresholds", ""), ("thresholds_control", " (control)")):
+        for name, other in ROWS.items():
             for threshold, m in row.get(name, {}).items():
                 lines.append(
-                    f"{task + other:14}{float(threshold):8.0%}{m['dense_edges']:9,}{m['sparse_edges']:8,}"
+                    f"{task + other:24}{float(threshold):8.0%}{m['dense_edges']:9,}{m['sparse_edges']:8,}"
                     f"{m['multiplier']:11.1f}x   {m['low']:.1f} to {m['high']:.1f}, n = {m['n_prompts']} prompts"
                 )
     return "\n".join(lines)

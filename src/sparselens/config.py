@@ -73,25 +73,34 @@ class Training:
 
 @dataclass(frozen=True)
 class Sparsify:
-    """Close as many attention edges as the loss allows."""
+    """Close nearly all attention edges and keep what the model can do."""
 
     loss: Literal["cross-entropy", "kl"] = "cross-entropy"
     """The constrained quantity: cross-entropy on the text, or KL divergence from the frozen base model."""
+    density: float | None = 0.01
+    """Share of the allowed (query, key) pairs that may stay open; the loss is minimised within it. None: as few as the
+    loss target allows, which only works where the target can be met throughout."""
+    closing: float = 0.4
+    """Share of the steps in which the gates close, sampled at random; after that gates are deterministic and the
+    weights heal. (With --density.)"""
     target: str = "base"
-    """What the loss must not exceed, before `tolerance`: base (its held-out loss), control (the matched dense
+    """What the loss should not exceed, before `tolerance`: base (its held-out loss), control (the matched dense
     control's; implies --control), or a number of nats."""
     tolerance: float = 0.01
     """Nats allowed above the target."""
     slack: float = 0.1
-    """Extra nats allowed at the start, when half-open gates are noisy; falls linearly to zero."""
+    """Without --density: extra nats allowed at the start, when half-open gates are noisy; falls linearly to zero."""
     slack_until: float = 0.6
-    """Share of the steps after which the slack is gone."""
+    """Without --density: share of the steps after which the slack is gone."""
     control: bool = False
     """Also train the matched dense control: same data, order, steps, optimiser and adapters, no gates."""
     gate: Gate = field(default_factory=Gate)
     training: Training = field(default_factory=Training)
 
     def __post_init__(self) -> None:
+        if self.density is not None:
+            _require(0 < self.density <= 1, f"density={self.density}: expected a share between 0 and 1, or None")
+        _require(0 < self.closing <= 1, f"closing={self.closing}: expected a share between 0 and 1")
         _require(self.tolerance > 0, f"tolerance={self.tolerance}: expected a positive number of nats")
         _require(self.slack >= 0, f"slack={self.slack}: expected zero or more nats")
         _require(0 < self.slack_until <= 1, f"slack_until={self.slack_until}: expected a share between 0 and 1")
@@ -130,6 +139,9 @@ class Search:
     """How edges are scored: integrated gradients, one gradient, or patching every edge in turn (small models)."""
     steps: int = 5
     """Points between the corrupted and the clean prompt at which eap-ig takes gradients."""
+    path: Literal["own", "whole"] = "own"
+    """eap-ig averages gradients over the part of the way that removing this edge would cover, or over the whole way
+    (as published; ranks small edges worse)."""
     prompts: int = 64
     """Prompt pairs for scoring; as many others are held out for the curve."""
     points: int = 20
@@ -142,6 +154,8 @@ class Search:
     """Rank edges by score instead of by its absolute value: only edges that help."""
     heads: bool = True
     """Also find the smallest set of heads (the rest corrupted, MLPs kept)."""
+    tokens: bool = True
+    """Also find the smallest set of attention edges (head, query, key), on prompts of the most common length."""
     random_control: bool = True
     """Also measure random circuits of the same sizes."""
     memory_mb: int = 1024
@@ -154,11 +168,88 @@ class Search:
             _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: expected at least 1")
         _require(self.prompts >= 2, f"prompts={self.prompts}: expected at least 2")
         _require(self.method in ("exact", "eap", "eap-ig"), f"method={self.method!r}: expected exact, eap or eap-ig")
+        _require(self.path in ("own", "whole"), f"path={self.path!r}: expected own or whole")
         _require(self.selection in ("top", "greedy"), f"selection={self.selection!r}: expected top or greedy")
         _require(
             self.ablation in ("corrupted", "mean", "zero"),
             f"ablation={self.ablation!r}: expected corrupted, mean or zero",
         )
+
+
+@dataclass(frozen=True)
+class Transcode:
+    """Sparse features that stand in for a model's MLPs."""
+
+    features: int = 4096
+    """Features per layer."""
+    cross_layer: bool = True
+    """A feature writes to its own and all later layers; --no-cross-layer: to its own alone."""
+    activation: Literal["jumprelu", "topk", "batchtopk"] = "jumprelu"
+    """When a feature is active: above a learnt threshold, among the k largest of its token, or among the k * tokens
+    largest of the batch (saved as jumprelu, with a threshold measured at the end)."""
+    k: int = 16
+    """Active features per token and layer: exactly for topk, on average for batchtopk, at the start for jumprelu."""
+    reads: Literal["mlp-input", "residual"] = "mlp-input"
+    """What features read: what the MLP receives, or the residual stream before the MLP's norm."""
+    sparsity: float = 0.005
+    """Weight of the sparsity penalty (jumprelu): the share of a layer's variance that one more active feature must
+    explain to be worth it."""
+    sharpness: float = 4.0
+    """How soon the penalty tanh(sharpness * size) is full; size: what an active feature writes, in units of a layer's
+    root mean square."""
+    sparsity_warmup: float = 0.3
+    """Share of the steps in which the penalty rises from zero."""
+    threshold: float = 0.1
+    """Start value of jumprelu's thresholds, in units of normalised pre-activations."""
+    bandwidth: float = 0.2
+    """Width of the window around a threshold from which it learns."""
+    dead_after: int = 500_000
+    """Tokens after which a feature that was never active counts as dead."""
+    dead_penalty: float = 1e-3
+    """Weight of the penalty that pulls dead features back to their threshold."""
+    steps: int = 2000
+    """Optimiser steps."""
+    batch: int = 16
+    """Sequences per step."""
+    lr: float = 1e-3
+    """Learning rate (Adam)."""
+    warmup: float = 0.02
+    """Share of the steps in which the learning rate rises from zero."""
+    decay: float = 0.5
+    """Share of the steps, at the end, in which the learning rate falls to a twentieth."""
+    clip: float = 1.0
+    """Largest gradient norm."""
+    normalise_over: int = 4
+    """Batches from which the scale of inputs and outputs is measured, before the first step."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """bf16 computes in bfloat16 with fp32 master weights. auto: bf16 on a GPU, fp32 on a CPU."""
+    evaluate_every: int = 500
+    """Steps between evaluations on held-out sequences (the last step is always evaluated)."""
+    evaluate_sequences: int = 64
+    """Held-out sequences per evaluation."""
+    checkpoint_every: int = 500
+    """Steps between checkpoints (Ctrl-C writes one as well)."""
+    seed: int = 0
+    """Seed of weights and data order."""
+
+    def __post_init__(self) -> None:
+        whole = ("features", "k", "steps", "batch", "normalise_over", "evaluate_every", "evaluate_sequences")
+        for name in (*whole, "checkpoint_every", "dead_after"):
+            _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: expected at least 1")
+        for name in ("lr", "clip", "sharpness", "threshold", "bandwidth"):
+            _require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: expected a positive number")
+        for name in ("sparsity", "dead_penalty"):
+            _require(getattr(self, name) >= 0, f"{name}={getattr(self, name)}: expected zero or more")
+        for name in ("warmup", "decay", "sparsity_warmup"):
+            _require(0 <= getattr(self, name) <= 1, f"{name}={getattr(self, name)}: expected a share between 0 and 1")
+        for name, known in (
+            ("activation", ("jumprelu", "topk", "batchtopk")),
+            ("reads", ("mlp-input", "residual")),
+            ("precision", ("auto", "fp32", "bf16")),
+        ):
+            value = getattr(self, name)
+            _require(value in known, f"{name}={value!r}: expected one of {', '.join(known)}")
+        _require(self.k <= self.features, f"k={self.k}: expected at most the {self.features} features of a layer")
 
 
 def _require(condition: bool, message: str) -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .circuit import Components
-from .gating import allowed_pairs, gated_attention, gated_pattern
+from .gating import gated_attention, gated_pattern
 from .huggingface import gate_biases, is_gated
 from .sites import base_model, dimensions, parallel_blocks, parts, rms_gain, unembed
 
@@ -24,11 +24,11 @@ from .sites import base_model, dimensions, parallel_blocks, parts, rms_gain, une
 class Decoder:
     """The pieces of one model.
 
-    straight_through: gradients of gates, for scoring. True: a gate behaves as sigmoid(G) in the backward pass, as in
-    training. False: gates are constants, which is the derivative where no gate flips.
+    straight_through: gradients of gates, for scoring. False: gates are constants, which is the derivative where no
+    gate flips, and ranks edges better. True: a gate behaves as sigmoid(G) in the backward pass, as in training.
     """
 
-    def __init__(self, model: nn.Module, straight_through: bool = True):
+    def __init__(self, model: nn.Module, straight_through: bool = False):
         self.model, self.config = model, base_model(model).config
         self.dims = dimensions(self.config)
         self.straight_through = straight_through
@@ -84,6 +84,24 @@ class Decoder:
 
     def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor, heads: Tensor | None = None) -> Tensor:
         """Attention: the value mix z of these heads (all of them by default), gates deterministic."""
+        p = self.parts[layer]
+        q, k, v = self._prepared(layer, q, k, v)
+        if self.gates is not None:
+            bias = self.gates[layer] if heads is None else self.gates[layer][heads]
+            return self._gated(p, q, k, v, bias)
+        tokens = q.shape[2]
+        if p.softcap is None and (p.window is None or tokens <= p.window):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=p.scale)
+        return self._weights(p, q, k, None) @ v
+
+    def attend(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """All heads reading the same x: (what multiplies the values [batch, heads, queries, keys], the values)."""
+        y = self.read(layer, x)
+        q, k, v = self._prepared(layer, *(self.project(layer, through, y) for through in "qkv"))
+        return self._weights(self.parts[layer], q, k, None if self.gates is None else self.gates[layer]), v
+
+    def _prepared(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as attention uses them: clipped, normed, rotated, where the family does so."""
         p, rotation = self.parts[layer], self.rotations[layer]
         if p.clip is not None:
             q, k, v = (t.clamp(-p.clip, p.clip) for t in (q, k, v))
@@ -94,28 +112,28 @@ class Decoder:
                 q, k = p.query_norm(q), p.key_norm(k)
         if rotation is not None and p.rotate is not None:
             q, k = p.rotate(q, k, *rotation)
-        if self.gates is not None:
-            bias = self.gates[layer] if heads is None else self.gates[layer][heads]
-            return self._gated(p, q, k, v, bias)
-        tokens = q.shape[2]
-        if p.softcap is None and (p.window is None or tokens <= p.window):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=p.scale)
-        logits = q @ k.transpose(-1, -2) * p.scale
-        if p.softcap is not None:
-            logits = p.softcap * torch.tanh(logits / p.softcap)
-        allowed = allowed_pairs(tokens, tokens, window=p.window, device=q.device)
-        return logits.masked_fill(~allowed, -torch.inf).softmax(-1) @ v
+        return q, k, v
 
     def _gated(self, p, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        options = dict(scale=p.scale, window=p.window, softcap=p.softcap, normalise=self.normalise)
         if self.straight_through or not torch.is_grad_enabled():
-            return gated_attention(q, k, v, bias, **options)[0]
-        # Gates as constants: an open edge is never closed by a bias of +inf, so softmax comes from the same code.
-        gate = gated_pattern(q.detach(), k.detach(), bias, **options)[0].gate
-        weights = gated_pattern(q, k, torch.full_like(bias, torch.inf), **options)[0].weights * gate
+            return gated_attention(q, k, v, bias, **self._options(p))[0]
+        return (self._weights(p, q, k, bias) @ v.to(q.dtype)).to(v.dtype)
+
+    def _weights(self, p, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+        """What multiplies the values; gates (bias given) count as constants."""
+        options = self._options(p)
+        # A bias of +inf closes nothing: softmax comes from the same code as the gated pattern.
+        everything = torch.full((q.shape[1],), torch.inf, device=q.device)
+        weights = gated_pattern(q, k, everything, **options)[0].weights
+        if bias is None:
+            return weights
+        weights = weights * gated_pattern(q.detach(), k.detach(), bias, **options)[0].gate
         if self.normalise == "open":
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
-        return (weights @ v.to(weights.dtype)).to(v.dtype)
+        return weights
+
+    def _options(self, p) -> dict:
+        return dict(scale=p.scale, window=p.window, softcap=p.softcap, normalise=self.normalise)
 
     def _wide(self, norm: nn.Module, t: Tensor, group: int) -> Tensor:
         """A norm over all (key) heads at once. Keys of the j-th query heads of every group are normed together."""

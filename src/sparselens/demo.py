@@ -23,6 +23,7 @@ DENSE = Training(
     steps=1200, batch=128, lr=3e-3, decay=0.9, evaluate_every=250, evaluate_sequences=500, checkpoint_every=500
 )
 SPARSE = Sparsify(
+    density=None,
     tolerance=0.0015,
     slack=0.2,
     control=True,
@@ -107,7 +108,8 @@ def _circuits(run: Run, base, sparse, seed: int) -> dict[str, Any] | None:
         return None
     run.write("circuits.json", result)
     draw_all(result, run.path)
-    return result["tasks"]["addition"]["thresholds"]["0.9"]
+    row = result["tasks"]["addition"]
+    return {"components": row["thresholds"]["0.9"], "tokens": row["attention_edges"]["0.9"]}
 
 
 def _both_right(base, sparse, a: int, b: int) -> bool:
@@ -144,11 +146,11 @@ def _tell(run: Run, say: Callable[[str], None]) -> None:
         say(f"{row['kind']:10}{row['exact']:12.2%}{row['loss']:10.5f}{edges:10.1f} /{summary['edges_total']:5}")
     layers = ", ".join(f"layer {i}: {n:.1f}" for i, n in enumerate(summary["edges_per_layer"]))
     say(f"\nopen edges by layer: {layers}")
-    if found := summary.get("multiplier"):
+    kinds = {"components": "edges of the component graph", "tokens": "attention edges (head, query, key)"}
+    for kind, found in (summary.get("multiplier") or {}).items():
         say(
-            f"edges of the component graph for 90 % of the effect: dense {found['dense_edges']}, "
-            f"sparse {found['sparse_edges']}: {found['multiplier']:.1f}x ({found['low']:.1f} to {found['high']:.1f}, "
-            f"n = {found['n_prompts']} prompts)"
+            f"{kinds[kind]} for 90 % of the effect: dense {found['dense_edges']}, sparse {found['sparse_edges']}: "
+            f"{found['multiplier']:.1f}x ({found['low']:.1f} to {found['high']:.1f}, n = {found['n_prompts']} prompts)"
         )
     say(f"{summary['seconds']:.0f} s. Look at figure1.png, figure2.png and figure3.png in {run.path}.")
     say(f"Load the sparse model with sparselens.load('{run.path}').")

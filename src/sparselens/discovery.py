@@ -4,7 +4,8 @@
 2. Scores: every edge of the component graph, on the scoring half.
 3. Curve: explained effect of the best n edges on the held-out half, more points where it crosses a threshold.
 4. Heads: the same with whole heads kept or corrupted.
-5. Sparse models: which (head, query, key) the gates leave open on these prompts, and which are proven absent.
+5. Tokens: the same with single attention edges (head, query, key) kept or corrupted.
+6. Sparse models: which (head, query, key) the gates leave open on these prompts, and which are proven absent.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from torch import nn
 from tqdm import tqdm
 
 from . import tasks
+from .attention_edges import attention_curve
 from .circuit import Circuit
 from .config import Search
 from .curve import MIB_FRACTIONS, THRESHOLDS, Curve, check_spread, log_sizes, mib_areas, refine
@@ -191,6 +193,11 @@ def _discover(
         circuit.results["heads_at"] = {str(t): heads["curve"].edges_at(t) for t in THRESHOLDS}
         circuit.results["heads"] = heads["names"][: heads["curve"].edges_at(0.9)]
         circuit.results["heads_curve"] = heads["curve"].row(settings.seed)
+    if settings.tokens:
+        with tqdm(desc="tokens", unit="circuit", disable=not show_progress) as bar:
+            sizes = (settings.points, settings.memory_mb)
+            circuit.token_curve, row = attention_curve(decoder, scoring, heldout, *sizes, bar.update)
+        circuit.results["attention_edges"] = row
     if is_gated(base_model(model)):
         circuit.results["token_edges"] = token_edges(model, heldout)
     circuit.results["circuit"] = [[edge, score] for edge, score in circuit.edges[:5000]]
@@ -216,7 +223,7 @@ def _scores(decoder: Decoder, prompts: Prompts, settings: Search, show_progress:
     )  # fmt: skip
     say(f"scoring {decoder.components.n_edges:,} edges on {n} prompts needs about {need}")
     with tqdm(total=n * max(steps, 1), desc="scoring", unit="prompt", disable=not show_progress) as bar:
-        return eap(decoder, prompts, steps, at_once, bar.update)
+        return eap(decoder, prompts, steps, at_once, bar.update, settings.path)
 
 
 def _curve(

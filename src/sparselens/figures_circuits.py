@@ -18,6 +18,9 @@ def draw_all(comparison: dict[str, Any], folder: str | Path, threshold: float = 
     for suffix in SUFFIXES:
         paths.append(folder / f"figure2.{suffix}")
         draw_curves(comparison, paths[-1], threshold)
+        if all("attention_edges" in model for row in comparison["tasks"].values() for model in row["models"].values()):
+            paths.append(folder / f"figure2-tokens.{suffix}")
+            draw_curves(by_token(comparison), paths[-1], threshold)
         for i, task in enumerate(comparison["tasks"]):
             paths.append(folder / f"figure3{'' if i == 0 else f'-{task}'}.{suffix}")
             draw_circuits(comparison, task, paths[-1])
@@ -34,6 +37,18 @@ def _save(figure, path: Path) -> None:
 
 def title_of(task: str) -> str:
     return {"ioi": "IOI", "ioi-long": "IOI Long"}.get(task, task.replace("-", " ").title())
+
+
+def by_token(comparison: dict[str, Any]) -> dict[str, Any]:
+    """The same comparison with curves over single attention edges (head, query, key) in place of component edges."""
+    tasks = {
+        task: {
+            "models": {role: model["attention_edges"] for role, model in row["models"].items()},
+            "thresholds": row.get("attention_edges", {}),
+        }
+        for task, row in comparison["tasks"].items()
+    }
+    return {**comparison, "tasks": tasks, "edges": "Attention Edges Kept (head, query, key)"}
 
 
 def draw_curves(comparison: dict[str, Any], path: str | Path, threshold: float = 0.9) -> None:
@@ -59,7 +74,8 @@ def draw_curves(comparison: dict[str, Any], path: str | Path, threshold: float =
             if shown.get("random"):
                 _draw_curve(axis, shown["random"], GREY, ":", "random")
             _mark_threshold(axis, row, threshold)
-            axis.set(xscale="log", ylim=(-0.04, 1.09), xlabel="Number of Edges Kept", title=title_of(task))
+            label = comparison.get("edges", "Number of Edges Kept")
+            axis.set(xscale="log", ylim=(-0.04, 1.09), xlabel=label, title=title_of(task))
             axis.set_xlim(1, max(m["n_edges"] for m in row["models"].values()) * 1.1)
             axis.set_yticks([0, 0.25, 0.5, 0.75, 1])
             axis.title.set_size(10)

@@ -2,10 +2,17 @@
 
     score(u -> v) = < what u writes (clean) - what u writes (corrupted),  gradient of the metric at v's input >
 
-summed over positions, averaged over prompts. It is the first-order estimate of m(model) - m(model with that one edge
-corrupted): positive means the edge raises the metric. EAP takes the gradient on the clean prompt; EAP-IG the mean of
-gradients at points between the corrupted and the clean embeddings (midpoints of `steps` equal pieces). Exact patching
-removes every edge in turn.
+summed over positions, averaged over prompts. It estimates m(model) - m(model with that one edge corrupted): positive
+means the edge raises the metric. EAP takes the gradient on the clean prompt. EAP-IG takes it at points between the
+corrupted and the clean embeddings, and averages:
+
+    path="whole"   over the whole path, as published
+    path="own"     over the part of the path that removing this edge would cover. An edge that carries a share r of all
+                   that changes at its reader moves the reader by r of the way: the gradient is averaged over [1 - r, 1]
+                   r = <what u changes, what all writers before v change> / |what all writers before v change|^2
+
+Small edges are thus scored by the clean gradient, which is exact for them, and an edge that carries everything by the
+whole path, which it would cover. Exact patching removes every edge in turn.
 
 No copy of the residual stream is kept per head. Going back through a block:
 
@@ -19,6 +26,7 @@ Stored per token: block inputs, differences of z, differences of MLP outputs: 3 
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -32,6 +40,7 @@ from .record import start
 from .tasks.prompts import Prompts
 
 Method = Literal["exact", "eap", "eap-ig"]
+Path = Literal["own", "whole"]
 MOST_EXACT = 4000  # edges; each costs a forward pass over all prompts
 
 
@@ -41,20 +50,60 @@ def eap(
     steps: int = 0,
     n_at_once: int = 16,
     progress: Callable[[int], None] = lambda n: None,
+    path: Path = "own",
 ) -> np.ndarray:
     """EAP (steps=0: gradient on the clean prompt) or EAP-IG scores, [readers, writers] fp64."""
     c = decoder.components
-    scores = torch.zeros(c.n_readers, c.n_writers, dtype=torch.float64)
+    points = path_points(steps, path)
+    scores = torch.zeros(len(points), c.n_readers, c.n_writers, dtype=torch.float64)
+    products = torch.zeros(c.n_writers, c.n_writers, dtype=torch.float64)
     prompts = prompts.to(next(decoder.model.parameters()).device)
-    shares = [1.0] if steps == 0 else [(i + 0.5) / steps for i in range(steps)]
     for first in range(0, len(prompts), n_at_once):
         part = prompts.take(slice(first, first + n_at_once))
         clean, corrupted = _embeddings(decoder, part)
         differences = _differences(decoder, clean, corrupted)
-        for share in shares:
-            _score_once(decoder, part, clean * share + corrupted * (1 - share), differences, scores)
+        if len(points) > 1 and path == "own":
+            _writer_products(decoder, differences, products)
+        for point, at_point in zip(points, scores, strict=True):
+            _score_once(decoder, part, clean * point + corrupted * (1 - point), differences, at_point)
             progress(len(part))
-    return (scores / len(prompts) / len(shares)).numpy()
+    if len(points) > 1 and path == "own":
+        scores *= torch.from_numpy(stretch_weights(reader_shares(c.possible, products.numpy()), points))
+    else:
+        scores /= len(points)
+    return (scores.sum(0) / len(prompts)).numpy()
+
+
+def path_points(steps: int, path: Path) -> list[float]:
+    """Where gradients are taken: 0 is the corrupted prompt, 1 the clean one. Ascending."""
+    if steps <= 1:
+        return [1.0]
+    if path == "whole":
+        return [(i + 0.5) / steps for i in range(steps)]
+    return [1 - (i / (steps - 1)) ** 2 for i in reversed(range(steps))]  # closer where most edges need them
+
+
+def reader_shares(possible: np.ndarray, products: np.ndarray) -> np.ndarray:
+    """[readers, writers]: which share of the change at a reader each writer carries, between 0 and 1.
+
+    products [writers, writers]: inner products of what the writers change, summed over prompts and positions.
+    """
+    before = possible.astype(float)
+    total = np.einsum("ru,uw,rw->r", before, products, before)
+    shares = np.abs(before @ products) / np.maximum(total, np.finfo(float).tiny)[:, None]
+    return np.clip(shares, 1e-9, 1.0)
+
+
+def stretch_weights(shares: np.ndarray, points: list[float]) -> np.ndarray:
+    """[points, *shares.shape]: weights that average a function, linear between points, over [1 - share, 1]."""
+    weights = np.zeros((len(points), *shares.shape))
+    for i, (left, right) in enumerate(pairwise(points)):
+        begin = np.clip(1 - shares, left, right)
+        # The mean of a linear function is its value in the middle of the part that is covered.
+        place = ((begin + right) / 2 - left) / (right - left)
+        weights[i] += (right - begin) * (1 - place)
+        weights[i + 1] += (right - begin) * place
+    return weights / weights.sum(0)
 
 
 def exact(patcher: Patcher, progress: Callable[[int], None] = lambda n: None) -> np.ndarray:
@@ -171,6 +220,25 @@ def _through_norm(decoder: Decoder, layer: int, x: Tensor, gradient: Tensor) -> 
     copies = x.detach().expand_as(gradient).requires_grad_()
     with torch.enable_grad():
         return torch.autograd.grad(decoder.read(layer, copies), copies, gradient)[0]
+
+
+@torch.no_grad()
+def _writer_products(decoder: Decoder, differences, products: Tensor) -> None:
+    """Add the inner products of what all writers change to products [writers, writers]."""
+    c = decoder.components
+    at_input, _, mlps = differences
+    before = products.clone()
+    for part in _slices(len(at_input)):
+        products[0, 0] += at_input[part].double().square().sum().cpu()
+        for layer in range(c.n_layers):
+            own = torch.cat([_written(decoder, layer, differences, part), mlps[layer][part].flatten()[None]])
+            rows = list(range(c.head_writer(layer), c.mlp_writer(layer) + 1))
+            _contract(decoder, own, rows, layer + 1, differences, products, part)
+    # Only earlier (or equal) columns were filled in; within a layer all of them.
+    added = products - before
+    layer_of = torch.tensor([0] + [1 + (i - 1) // (c.n_heads + 1) for i in range(1, c.n_writers)])
+    later = layer_of[None, :] > layer_of[:, None]
+    products.copy_(before + torch.where(later, added.T, added))
 
 
 def _slices(batch: int) -> list[slice]:

@@ -1,0 +1,151 @@
+"""Circuits of single attention edges: which (layer, head, query, key) a task needs, in dense and sparse models alike.
+
+An edge carries softmax * gate * value from one token to another. Edges outside a circuit carry what they carry on the
+corrupted prompt; embeddings, MLPs and norms are always live, so m(nothing) is the clean prompt with every edge
+corrupted, as for whole heads. Positions must mean the same in all prompts: those of the most common length are taken.
+
+Scores: a circuit is a mask over edges, and masks may be fractional. The gradient of the metric with respect to the
+mask, averaged over masks that are 10 %, 30 % ... 90 % everywhere, says what each edge contributes; over all edges it
+sums to m(model) - m(nothing), up to the number of points.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .curve import THRESHOLDS, Curve, log_sizes, refine
+from .decoder import Decoder
+from .gating import allowed_pairs
+from .record import start
+from .tasks.prompts import Prompts
+
+ROUNDS = 3  # of refinement where the curve crosses a threshold
+POINTS = 5  # masks at which gradients are taken
+
+
+def of_common_length(*groups: Prompts) -> list[Prompts]:
+    """Of each group, the prompts of the length that is most common over all of them, cut to it."""
+    lengths, counts = torch.cat([group.lengths.cpu() for group in groups]).unique(return_counts=True)
+    length = int(lengths[counts.argmax()])
+    chosen = [group.take((group.lengths == length).cpu()) for group in groups]
+    return [replace(p, clean=p.clean[:, :length], corrupted=p.corrupted[:, :length]) for p in chosen]
+
+
+class AttentionPatcher:
+    """Prompts made ready for running circuits of attention edges on them."""
+
+    def __init__(self, decoder: Decoder, prompts: Prompts, memory_mb: float = 768):
+        d = decoder.dims
+        self.decoder, self.prompts = decoder, prompts.to(next(decoder.model.parameters()).device)
+        tokens = self.prompts.clean.shape[1]
+        self.shape = (d.n_layers, d.n_heads, tokens, tokens)
+        self.possible = allowed_pairs(tokens, tokens)[0, 0].expand(self.shape).numpy()
+        # Patterns of every layer, several copies of each in the backward pass.
+        self.at_once = max(1, int(memory_mb * 2**20 / (40 * d.n_layers * d.n_heads * tokens**2 + 4e5)))
+
+    def run(self, masks: "np.ndarray | Tensor", progress: Callable[[int], None] = lambda n: None) -> Tensor:
+        """The metric of every circuit on every prompt: masks [circuits, layer, head, query, key] -> [circuits, n]."""
+        masks = torch.as_tensor(masks).float()
+        out = torch.empty(len(masks), len(self.prompts), dtype=torch.float64)
+        with torch.no_grad():
+            for some, part, clean, corrupted in self._parts():
+                for i, mask in enumerate(masks):
+                    out[i, some] = self._metric(mask.to(clean), part, clean, corrupted).cpu()
+                    if some.stop >= len(self.prompts):
+                        progress(1)
+        return out
+
+    def scores(self) -> np.ndarray:
+        """[layer, head, query, key] fp64, averaged over prompts: positive where the edge raises the metric."""
+        total = torch.zeros(self.shape, dtype=torch.float64)
+        for _, part, clean, corrupted in self._parts():
+            for i in range(POINTS):
+                mask = torch.full(self.shape, (i + 0.5) / POINTS, dtype=clean.dtype, device=clean.device)
+                mask.requires_grad_()
+                with torch.enable_grad():
+                    metric = self._metric(mask, part, clean, corrupted).sum()
+                    (gradient,) = torch.autograd.grad(metric, mask)
+                total += gradient.double().cpu()
+        return (total / len(self.prompts) / POINTS).numpy() * self.possible
+
+    def _parts(self) -> Iterator[tuple[slice, Prompts, Tensor, list[tuple[Tensor, Tensor]]]]:
+        """Prompts, their embeddings, and what the corrupted run attends to (weights, values) in every layer."""
+        for first in range(0, len(self.prompts), self.at_once):
+            some = slice(first, first + self.at_once)
+            part = self.prompts.take(some)
+            begin, other = (start(self.decoder.model, ids, logits=False) for ids in (part.clean, part.corrupted))
+            self.decoder.rotations = begin.rotations
+            corrupted: list[tuple[Tensor, Tensor]] = []
+            with torch.no_grad():
+                self._forward(other.embedding, lambda layer, w, v, kept=corrupted: kept.append((w, v)) or w @ v)
+            yield some, part, begin.embedding, corrupted
+
+    def _metric(self, mask: Tensor, part: Prompts, x: Tensor, corrupted: list[tuple[Tensor, Tensor]]) -> Tensor:
+        def mix(layer: int, weights: Tensor, values: Tensor) -> Tensor:
+            old_weights, old_values = corrupted[layer]
+            return (mask[layer] * weights) @ values + ((1 - mask[layer]) * old_weights) @ old_values
+
+        return part.score(self.decoder.unembed(part.at_reads(self._forward(x, mix))).double())
+
+    def _forward(self, x: Tensor, mix: Callable[[int, Tensor, Tensor], Tensor]) -> Tensor:
+        """The last residual stream; `mix(layer, weights, values)` gives the heads' value mixes."""
+        decoder = self.decoder
+        for layer in range(decoder.dims.n_layers):
+            after = x + decoder.write(layer, mix(layer, *decoder.attend(layer, x)))
+            x = after + decoder.mlp(layer, x if decoder.components.parallel else after)
+        return x
+
+
+def attention_curve(
+    decoder: Decoder,
+    scoring: Prompts,
+    heldout: Prompts,
+    points: int,
+    memory_mb: float,
+    progress: Callable[[int], None] = lambda n: None,
+) -> tuple[Curve, dict[str, Any]]:
+    """Explained effect of the best n attention edges on held-out prompts, and the row for `discover --json`."""
+    scoring, heldout = of_common_length(scoring, heldout)
+    length = heldout.clean.shape[1]
+    scores = AttentionPatcher(decoder, scoring, memory_mb).scores()
+    patcher = AttentionPatcher(decoder, heldout, memory_mb)
+    order = np.argsort(-np.abs(scores), axis=None, kind="stable")
+    # Closed gates and tokens nobody reads score exactly nothing: those edges are not there.
+    alive = int((scores != 0).sum())
+    order, n_edges = order[:alive], int(patcher.possible.sum())
+
+    def masks(sizes: list[int]) -> np.ndarray:
+        out = np.zeros((len(sizes), scores.size), bool)
+        for mask, n in zip(out, sizes, strict=True):
+            mask[order[:n]] = True
+        return out.reshape(-1, *scores.shape)
+
+    ends = patcher.run(np.stack([patcher.possible, np.zeros_like(patcher.possible)]), progress).numpy()
+    measured = {n_edges: ends[0]}
+
+    def curve() -> Curve:
+        keys = sorted(measured)
+        return Curve(np.array(keys), np.stack([measured[n] for n in keys]), ends[0], ends[1])
+
+    wanted = log_sizes(alive, points).tolist() if alive else []
+    for _ in range(ROUNDS + 1):
+        new = [n for n in wanted if n not in measured]
+        for n in new:
+            measured[n] = patcher.run(masks([n]), progress)[0].numpy()
+        now = curve()
+        wanted = [n for n in refine(now.edges, now.effects()) if n <= alive]
+    found = curve()
+    top = order[: found.edges_at(0.9)][:2000]
+    row = {
+        "n_prompts": len(heldout), "length": length, "example": heldout.pairs[0].clean,
+        "n_edges": n_edges, "n_alive": alive, "m_model": float(ends[0].mean()), "m_nothing": float(ends[1].mean()),
+        "curve": found.row(), "edges_at": {str(t): found.edges_at(t) for t in THRESHOLDS},
+        "edges_at_interval": {str(t): list(found.edges_interval(t)) for t in THRESHOLDS},
+        "columns": ["layer", "head", "query", "key", "score"],
+        "circuit": [[*(int(i) for i in np.unravel_index(at, scores.shape)), float(scores.flat[at])] for at in top],
+    }  # fmt: skip
+    return found, row
