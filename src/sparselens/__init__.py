@@ -9,13 +9,18 @@ __version__ = "0.1.0"
 _HOMES = {
     "Gate": "config",
     "Circuit": "circuit",
+    "Graph": "graph",
     "Run": "run",
+    "Transcoder": "transcoder",
     "compare": "comparison",
     "discover": "discovery",
     "gated_attention": "gating",
     "load": "huggingface",
+    "report": "report_commands",
     "save": "huggingface",
     "sparsify": "sparsification",
+    "trace": "tracing",
+    "transcode": "transcoding",
 }
 __all__ = sorted(_HOMES)  # noqa: PLE0605
 
@@ -25,10 +30,15 @@ if TYPE_CHECKING:
     from .config import Gate as Gate
     from .discovery import discover as discover
     from .gating import gated_attention as gated_attention
+    from .graph import Graph as Graph
     from .huggingface import load as load
     from .huggingface import save as save
+    from .report_commands import report as report
     from .run import Run as Run
     from .sparsification import sparsify as sparsify
+    from .tracing import trace as trace
+    from .transcoder import Transcoder as Transcoder
+    from .transcoding import transcode as transcode
 
 
 def __getattr__(name: str):

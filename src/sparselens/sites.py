@@ -248,6 +248,41 @@ def unembed(model: "nn.Module", hidden: "Tensor") -> "Tensor":
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
+def unembedding(model: "nn.Module") -> "tuple[nn.Module, Tensor, Tensor | None]":
+    """(final norm, weight [d_model, vocabulary], bias or None): from the last residual stream to logits, no softcap."""
+    base = base_model(model)
+    return (base.get_submodule(architecture(base.config).final_norm), *linear(base.get_output_embeddings()))
+
+
+def position_embeddings(model: "nn.Module", tokens: int) -> "Tensor | None":
+    """What the first positions add to the residual stream, [tokens, d_model]; None where positions only rotate."""
+    base = base_model(model)
+    return base.transformer.wpe.weight[:tokens] if base.config.model_type == "gpt2" else None
+
+
+def norm_parts(norm: "nn.Module", like: "Tensor") -> "tuple[Tensor, Tensor, bool, float]":
+    """(gain, bias, centred, epsilon): norm(x) = gain * c / sqrt(mean(c^2) + epsilon) + bias.
+
+    c is x, or x - mean(x) if centred. Asked of the norm itself, so that it does not matter how its weights are stored.
+    like: [..., d_model], for its dtype and device.
+    """
+    import torch
+
+    epsilon: Any = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", 1e-5)  # OLMo's has it in its code
+    zero = torch.zeros_like(like.reshape(-1, like.shape[-1])[0])
+    bias = norm(zero)
+    centred = bool((norm(zero + 1) - bias).abs().max() < 1e-3 * (norm(_alternating(zero)) - bias).abs().max())
+    probe = _alternating(zero)
+    probe = probe - probe.mean() if centred else probe
+    return (norm(probe) - bias) / probe * (probe.pow(2).mean() + epsilon).sqrt(), bias, centred, float(epsilon)
+
+
+def _alternating(zero: "Tensor") -> "Tensor":
+    import torch
+
+    return zero + 1 - 2 * (torch.arange(len(zero), device=zero.device) % 2).to(zero.dtype)
+
+
 def rms_gain(norm: "nn.Module") -> "tuple[Tensor, float]":
     """(gain [d_model], epsilon) of an RMS norm x -> gain * x / sqrt(mean(x^2) + epsilon), whatever its weights mean."""
     import torch

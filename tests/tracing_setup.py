@@ -1,0 +1,36 @@
+"""Tiny models with every bias set, a random transcoder, and one traced prompt: what the tracing tests share."""
+
+import torch
+from models import tiny_model, tiny_tokenizer
+
+import sparselens as sl
+from sparselens.config import Gate
+from sparselens.huggingface import install_gates
+from sparselens.transcoder import Transcoder
+
+PROMPT = " ".join(f"w{i}" for i in (3, 5, 8, 13, 21, 3, 5))
+FAMILIES = ["gpt2", "gpt_neox", "llama", "qwen3", "olmo", "olmo2", "gemma2"]
+
+
+def biased_model(family, gated=False, dtype=torch.float64, normalise="all", gate_bias=0.0):
+    """Random weights, norms and biases: nothing is zero or one by accident. Half of the gates are closed."""
+    model = tiny_model(family)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    if gated:
+        install_gates(model, Gate(bias=gate_bias, normalise=normalise))
+    return model.to(dtype)
+
+
+def traced(family="gpt2", gated=False, dtype=torch.float64, cross_layer=True, target=None, hook="mlp-input", **options):
+    model = biased_model(family, gated, dtype, options.pop("normalise", "all"), options.pop("gate_bias", 0.0))
+    activation = options.pop("activation", "jumprelu")
+    transcoder = Transcoder.random(2, 48, 32, cross_layer=cross_layer, activation=activation, dtype=dtype)
+    if hook == "residual":  # the residual stream is small before its norm
+        transcoder.input_hook = hook
+        for threshold in transcoder.threshold:
+            threshold.mul_(0.02)
+    return sl.trace(model, tiny_tokenizer(), transcoder, options.pop("prompt", PROMPT), target, **options)
