@@ -1,0 +1,139 @@
+"""Work on the active entries of a feature matrix only: reading pre-activations, writing reconstructions.
+
+A layer's activations are a matrix [tokens, n_features] that is almost entirely zero. Multiplying it with a decoder
+[n_features, targets * d_model] costs tokens * n_features * targets * d_model; the same sum over its non-zero entries
+costs n_entries * targets * d_model. `Entries` lists them, ordered by token:
+
+  1. `entries(mask)`          which (token, feature) pairs take part
+  2. `read(...)`              the pre-activations there, with gradient for the encoder rows that took part
+  3. `spread(...)`            a number of each feature (its threshold, its decoder's norm), repeated for its entries
+  4. `write(...)`             the weighted sum of decoder rows per token, with gradient for values and decoder rows
+
+The gradients of all weights are one operation, sum over a feature's entries of (number * row): an embedding bag
+with the roles of tokens and features exchanged. It needs no atomics, so it gives the same bits every time.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass
+class Entries:
+    """(token, feature) pairs, ordered by token."""
+
+    tokens: Tensor  # [n]
+    features: Tensor  # [n]
+    offsets: Tensor  # [n_tokens + 1]: where each token's pairs begin
+    n_features: int
+
+    @cached_property
+    def by_feature(self) -> tuple[Tensor, Tensor]:
+        """(order [n] that sorts the pairs by feature, offsets [n_features + 1])."""
+        order = self.features.argsort(stable=True)
+        return order, _offsets(torch.bincount(self.features, minlength=self.n_features))
+
+    def sum_by_feature(self, numbers: Tensor, rows: Tensor) -> Tensor:
+        """[n_features, d]: per feature, the sum over its pairs of number [n] times its token's row [n_tokens, d]."""
+        order, offsets = self.by_feature
+        return _bags(rows, self.tokens[order], offsets, numbers[order])
+
+    def count_by_feature(self, numbers: Tensor) -> Tensor:
+        """[n_features]: for every feature, the sum over its pairs of number [n]."""
+        order, offsets = self.by_feature
+        # Differences of one running sum would lose small numbers; a bag of ones keeps them.
+        return _bags(numbers[order, None], torch.arange(len(order), device=order.device), offsets, None)[:, 0]
+
+
+def entries(mask: Tensor) -> Entries:
+    """The True pairs of a mask [n_tokens, n_features]."""
+    tokens, features = mask.nonzero(as_tuple=True)
+    return Entries(tokens, features, _offsets(mask.sum(1)), mask.shape[1])
+
+
+def read(x: Tensor, weight: Tensor, bias: Tensor, pre: Tensor, at: Entries) -> Tensor:
+    """[n]: the pre-activations `pre` [n_tokens, n_features] = x @ weight.T + bias at the entries.
+
+    pre is computed without gradient; weight [n_features, d_model] and bias get theirs from the entries alone.
+    """
+    return _Read.apply(x, weight, bias, pre, at)
+
+
+def spread(numbers: Tensor, at: Entries) -> Tensor:
+    """[n]: every entry's own number of its feature, from [n_features]."""
+    return _Spread.apply(numbers, at)
+
+
+def write(values: Tensor, at: Entries, weight: Tensor) -> Tensor:
+    """[n_tokens, targets, d_model]: for every token, the sum over its entries of value [n] times the feature's rows.
+
+    weight: [n_features, targets, d_model]. Computes in the dtype of `values`; weight's gradient has weight's dtype.
+    """
+    return _Write.apply(values, weight.flatten(1), at).unflatten(1, weight.shape[1:])
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, pre, at):
+        ctx.save_for_backward(x)
+        ctx.at = at
+        return pre[at.tokens, at.features].to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        gradient = gradient.to(x.dtype)
+        return None, ctx.at.sum_by_feature(gradient, x), ctx.at.count_by_feature(gradient), None, None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, numbers, at):
+        ctx.at = at
+        return numbers[at.features]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.at.count_by_feature(gradient), None
+
+
+class _Write(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, weight, at):
+        ctx.save_for_backward(values, weight)
+        ctx.at = at
+        return _bags(weight.to(values.dtype), at.features, at.offsets, values)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        values, weight = ctx.saved_tensors
+        at, gradient = ctx.at, gradient.contiguous()
+        dots = _dots(gradient.to(weight.dtype), weight, at).to(values.dtype)
+        return dots, at.sum_by_feature(values, gradient).to(weight.dtype), None
+
+
+def _dots(rows: Tensor, weight: Tensor, at: Entries) -> Tensor:
+    """[n]: for every pair, the product of its token's row and its feature's row, without gathering either.
+
+    It is what PyTorch computes as the gradient of an embedding bag's weights. Called directly, it saves a forward pass.
+    On a GPU it knows no bfloat16, so it gets the fp32 master weights.
+    """
+    return torch.ops.aten._embedding_bag_per_sample_weights_backward(
+        rows,
+        weight,
+        at.features,
+        at.offsets,
+        at.tokens,
+        0,  # 0: the bag is a sum
+    )
+
+
+def _bags(rows: Tensor, indices: Tensor, offsets: Tensor, numbers: Tensor | None) -> Tensor:
+    return F.embedding_bag(indices, rows, offsets, mode="sum", per_sample_weights=numbers, include_last_offset=True)
+
+
+def _offsets(counts: Tensor) -> Tensor:
+    return F.pad(counts.cumsum(0), (1, 0))
