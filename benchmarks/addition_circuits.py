@@ -19,6 +19,15 @@ from sparselens.run import provenance, write_json
 from sparselens.scoring import eap, exact
 from sparselens.tasks import find
 
+SCORES: dict = {
+    "eap": (0, "own"),
+    "eap-ig own": (5, "own"),
+    "eap-ig whole": (5, "whole"),
+    "eap-ig whole 20": (20, "whole"),
+}
+METHODS: dict = {
+    "eap-ig own": {}, "eap-ig whole": {"path": "whole"}, "eap": {"method": "eap"}, "exact": {"method": "exact"},
+}  # fmt: skip
 MODELS = {"dense": "base/model", "control": "control/model", "sparse": "model"}
 
 
@@ -41,8 +50,8 @@ def agreement(models: dict, scoring) -> dict[str, dict]:
             edges = np.flatnonzero(decoder.components.possible)
             wanted = exact(Patcher(decoder, scoring)).ravel()[edges]
             row = {"edges": len(edges), "edges_with_effect": int((wanted != 0).sum())}
-            for label, steps in (("eap", 0), ("eap-ig 5", 5), ("eap-ig 20", 20)):
-                found = eap(decoder, scoring, steps, len(scoring)).ravel()[edges]
+            for label, (steps, path) in SCORES.items():
+                found = eap(decoder, scoring, steps, len(scoring), path=path).ravel()[edges]
                 found = np.where(np.abs(found) > 1e-6 * np.abs(found).max(), found, 0.0)
                 row[label] = round(spearman(wanted, found), 3)
                 row[f"{label}, edges with effect"] = round(spearman(wanted[wanted != 0], found[wanted != 0]), 3)
@@ -55,18 +64,27 @@ def agreement(models: dict, scoring) -> dict[str, dict]:
 def multipliers(models: dict, scoring, heldout, n_prompts: int) -> dict[str, dict]:
     """Edges the dense model and the control need over edges the sparse model needs, per method and threshold."""
     rows = {}
-    for method in ("eap-ig", "eap", "exact"):
-        settings = Search(method=method, prompts=n_prompts, random_control=False, heads=False)
-        curves = {
-            name: discover_on(model, "addition", scoring, heldout, settings, say=lambda text: None).curve
+    circuits: dict = {}
+    for label, changes in METHODS.items():
+        settings = Search(prompts=n_prompts, random_control=False, heads=False, tokens=not rows, **changes)
+        found = {
+            name: discover_on(model, "addition", scoring, heldout, settings, say=lambda text: None)
             for name, model in models.items()
         }
-        rows[method] = {
-            other: {str(t): multiplier(curves[other], curves["sparse"], t) for t in THRESHOLDS}
-            for other in ("dense", "control")
-        }
-        print(method, {k: v["0.9"] for k, v in rows[method].items()}, flush=True)
+        circuits = circuits or found
+        rows[label] = _against({name: circuit.curve for name, circuit in found.items()})
+        print(label, {other: row["0.9"] for other, row in rows[label].items()}, flush=True)
+    rows["attention edges by token"] = _against({name: circuit.token_curve for name, circuit in circuits.items()})
+    print("by token", {other: row["0.9"] for other, row in rows["attention edges by token"].items()}, flush=True)
     return rows
+
+
+def _against(curves: dict) -> dict[str, dict]:
+    thresholds = (*THRESHOLDS, 0.99)
+    return {
+        other: {str(t): multiplier(curves[other], curves["sparse"], t) for t in thresholds}
+        for other in ("dense", "control")
+    }
 
 
 def main() -> None:

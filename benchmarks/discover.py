@@ -1,10 +1,12 @@
 """Seconds and peak memory of scoring and of the curve, and how both grow: python benchmarks/discover.py
 
 Random GPT-2s: time and memory depend on sizes, not on what was learnt. One base size, then twice the prompts, tokens
-and layers. Memory is what tensors take beside the weights (counted by a dispatch mode, in a run of its own).
+and layers. Seconds are CPU seconds of one thread (a busy machine does not change them much). Memory is what tensors
+take beside the weights (counted by a dispatch mode, in a run of its own).
 """
 
 import argparse
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from sparselens.tasks import Pair
 from sparselens.tasks.prompts import Prompts
 
 VOCABULARY = 1000
+GROWING = ("scoring_seconds", "curve_seconds", "scoring_mb", "largest_circuit_mb")  # log2 of twice over once
 
 
 def prompts_of(n: int, tokens: int) -> Prompts:
@@ -44,21 +47,21 @@ def measure(layers: int, heads: int, width: int, n: int, tokens: int, steps: int
     )
     model = GPT2LMHeadModel(config).eval()
     decoder, prompts = Decoder(model), prompts_of(n, tokens)
-    began = time.perf_counter()
+    began = time.process_time()
     scores = eap(decoder, prompts, steps, n)
-    scoring = time.perf_counter() - began
+    scoring = time.process_time() - began
     peak = PeakMemory().ignore(model)
     with peak:
-        eap(decoder, prompts, 1, n)
+        eap(decoder, prompts, 2, n)
     estimate = estimate_memory(decoder.dims, mlp_width(config), n, tokens, 1, VOCABULARY)
 
     c = decoder.components
     order = Circuit(c, scores, c.possible).order()
-    began = time.perf_counter()
+    began = time.process_time()
     patcher = Patcher(decoder, prompts)
     masks = torch.stack([torch.from_numpy(c.prune(c.mask(order[:size]))) for size in log_sizes(len(order), points)])
     patcher.run(masks)
-    curve = time.perf_counter() - began
+    curve = time.process_time() - began
     curve_peak = PeakMemory().ignore(model)
     with curve_peak:
         Patcher(decoder, replace(prompts)).run(masks[-1:])
@@ -73,7 +76,7 @@ def measure(layers: int, heads: int, width: int, n: int, tokens: int, steps: int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("results/discover-benchmark.json"))
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--points", type=int, default=20)
     parser.add_argument("--gpt2", action="store_true", help="also GPT-2 small's own size (12 layers x 768)")
@@ -87,8 +90,15 @@ def main() -> None:
     for size in sizes:
         rows.append(measure(**size))
         print(rows[-1], flush=True)
+    growth = {
+        change: {key: round(math.log2(row[key] / rows[0][key]), 2) for key in GROWING}
+        for change, row in zip(("prompts", "tokens", "layers"), rows[1:4], strict=True)
+    }
+    print("exponents:", growth)
     command = f"python benchmarks/discover.py --threads {arguments.threads}{' --gpt2' if arguments.gpt2 else ''}"
-    write_json(arguments.out, {"command": command, "versions": provenance()["versions"], "rows": rows})
+    write_json(
+        arguments.out, {"command": command, "versions": provenance()["versions"], "exponents": growth, "rows": rows}
+    )
 
 
 if __name__ == "__main__":
