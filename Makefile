@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo test format gpu clean
+.PHONY: demo test format gpu browser clean
 
 demo: $(READY)
 	$(BIN)/sparselens demo
@@ -18,6 +18,10 @@ test: $(READY)
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# For the tests of the report in a real browser, which are skipped without it. The one target that needs root.
+browser:
+	command -v chromium || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium)
 
 gpu: $(READY)
 	$(BIN)/pytest -m gpu

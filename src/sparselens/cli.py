@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional
 
-from .config import Search, Sparsify, Text
+from .config import Search, Sparsify, Text, Trace, Transcode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +112,124 @@ class CompareCommand:
 
 
 @dataclasses.dataclass(frozen=True)
+class TranscodeCommand:
+    """Train sparse features that stand in for a model's MLPs (a cross-layer transcoder)."""
+
+    model: Positional[str]
+    """Hugging Face name, model folder, Run or .gguf file; dense or sparse."""
+    data: tuple[str, ...]
+    """Text: files or globs (.txt, .jsonl, .parquet, plain or .gz/.xz/.zst) or a Hugging Face dataset name."""
+    out: Path
+    """Folder of the Run; must not exist yet, unless with --resume."""
+    resume: bool = False
+    """Go on where an interrupted run stopped (same settings)."""
+    json: Path | None = None
+    """Also write the results to this file."""
+    settings: OmitArgPrefixes[Transcode] = dataclasses.field(default_factory=Transcode)
+    text: OmitArgPrefixes[Text] = dataclasses.field(default_factory=Text)
+
+    def __call__(self) -> None:
+        from .transcode_commands import transcode_command
+
+        transcode_command(self.model, list(self.data), self.out, self.settings, self.text, self.resume, self.json)
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceCommand:
+    """Take one prompt apart: which features feed the answer, and which heads carry them (figure 4)."""
+
+    model: Positional[str]
+    """Hugging Face name, model folder, Run or .gguf file; dense or sparse."""
+    transcoder: Path
+    """The model's transcoder: a Run of `transcode`, or a folder in circuit-tracer's layout."""
+    prompt: str
+    """The prompt. (For an addition Run: 36+28=?????)"""
+    target: str | None = None
+    """What to explain: a token ('small'), a difference ('small - large'). Default: the likeliest next token."""
+    against: str | None = None
+    """A second model on the same prompt, to put beside the first."""
+    against_transcoder: Path | None = None
+    """The second model's transcoder."""
+    clusters: Path | None = None
+    """Clusters edited by hand (clusters.json, as --out writes it)."""
+    edge: str | None = None
+    """The cluster edge to look at closely, source->target. Default: the strongest from elsewhere into the answer."""
+    out: Path | None = None
+    """Folder for trace.json, the graph, figure 4, clusters.json and the graph in Neuronpedia's format."""
+    json: Path | None = None
+    """Write the rows to this file."""
+    settings: OmitArgPrefixes[Trace] = dataclasses.field(default_factory=Trace)
+
+    def __call__(self) -> None:
+        from .trace_commands import Traced, trace_command
+
+        models = [Traced(self.model, self.transcoder)]
+        if self.against is not None or self.against_transcoder is not None:
+            if self.against is None or self.against_transcoder is None:
+                raise ValueError("--against needs its own transcoder, --against-transcoder, and the other way round")
+            models.append(Traced(self.against, self.against_transcoder))
+        trace_command(
+            models, self.prompt, self.target, self.settings, clusters=self.clusters, edge=self.edge, out=self.out,
+            json=self.json,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportCommand:
+    """One HTML page of a Run (or two) to explore, keep and send: opens from disk, offline, in any browser."""
+
+    runs: Positional[tuple[Path, ...]]
+    """One Run folder, or two to switch between."""
+    out: Path | None = None
+    """The page. Default: report.html in the (first) Run."""
+    prompt: tuple[str, ...] = ()
+    """Prompts for the attention explorer, before the built-in ones (for an addition Run: sums, such as 36+28)."""
+    serve: bool = False
+    """Serve the page on this machine instead, and reload it while the Run goes on."""
+    port: int = 8765
+    """Port of --serve."""
+
+    def __call__(self) -> None:
+        from .report_commands import report_command
+
+        report_command(list(self.runs), self.out, list(self.prompt), self.serve, self.port)
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """Figures 1 to 4 of a Run for print, from the same rows as the report."""
+
+    run: Positional[Path]
+    """Run folder."""
+    format: Literal["pdf", "svg", "png"] = "pdf"
+    """File format."""
+    out: Path | None = None
+    """Folder for the figures. Default: the Run."""
+
+    def __call__(self) -> None:
+        from .report_commands import figures_command
+
+        figures_command(self.run, self.format, self.out)
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """Write the sparse model of a Run as a Hugging Face folder with a model card, ready for the hub."""
+
+    run: Positional[Path]
+    """A finished Run of `sparsify`."""
+    out: Path
+    """The folder to write; must not exist yet."""
+    adapter: bool = False
+    """Keep a LoRA adapter as an adapter (small, needs its base) instead of merging it into the weights."""
+
+    def __call__(self) -> None:
+        from .exporting import export
+
+        print(f"model and README.md are in {export(self.run, self.out, merge=not self.adapter)}")
+
+
+@dataclasses.dataclass(frozen=True)
 class Bench:
     """Measure this machine: the fused kernels against PyTorch's dense attention, as ratios from one run."""
 
@@ -134,6 +252,11 @@ Command = (
     | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
     | Annotated[DiscoverCommand, tyro.conf.subcommand("discover")]
     | Annotated[CompareCommand, tyro.conf.subcommand("compare")]
+    | Annotated[TranscodeCommand, tyro.conf.subcommand("transcode")]
+    | Annotated[TraceCommand, tyro.conf.subcommand("trace")]
+    | Annotated[ReportCommand, tyro.conf.subcommand("report")]
+    | Annotated[Figures, tyro.conf.subcommand("figures")]
+    | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
 )
 

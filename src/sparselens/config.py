@@ -35,7 +35,7 @@ class Training:
     """Learning rate of the gate biases."""
     warmup: float = 0.02
     """Share of the steps in which the learning rates rise from zero."""
-    decay: float = 0.5
+    decay: float = 0.8
     """Share of the steps, at the end, in which the learning rates fall to a twentieth."""
     weight_decay: float = 0.0
     """AdamW's weight decay (never applied to gate biases)."""
@@ -80,7 +80,7 @@ class Sparsify:
     density: float | None = 0.01
     """Share of the allowed (query, key) pairs that may stay open; the loss is minimised within it. None: as few as the
     loss target allows, which only works where the target can be met throughout."""
-    closing: float = 0.4
+    closing: float = 0.2
     """Share of the steps in which the gates close, sampled at random; after that gates are deterministic and the
     weights heal. (With --density.)"""
     target: str = "base"
@@ -250,6 +250,40 @@ class Transcode:
             value = getattr(self, name)
             _require(value in known, f"{name}={value!r}: expected one of {', '.join(known)}")
         _require(self.k <= self.features, f"k={self.k}: expected at most the {self.features} features of a layer")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """How a prompt is taken apart."""
+
+    position: int | None = None
+    """Position whose output is explained. Default: the last token of the prompt."""
+    budget: int = 1000
+    """Features whose incoming edges are computed, the most influential first."""
+    nodes: float = 0.8
+    """Share of the influence that kept nodes hold."""
+    edges: float = 0.98
+    """Share of the influence that kept edges hold."""
+    layer_share: float = 0.9
+    """Share of a cluster's influence that lies in the layers it is said to span."""
+    cluster_edges: int = 200
+    """Edges between clusters to examine, those through which most influence passes."""
+    links: int = 32
+    """Links (layer, head, query, key) listed per edge for departure and for arrival; the rest is given as a sum."""
+    checks: int = 20
+    """Strongest edges between single features to test by intervention, beside all edges between clusters."""
+    heads: bool = True
+    """Put the carrying heads on every link of the exported graph."""
+    memory_mb: int = 1024
+    """Memory to use for gradients, beside the model's own."""
+
+    def __post_init__(self) -> None:
+        for name in ("cluster_edges", "links", "memory_mb"):
+            _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: expected at least 1")
+        for name in ("budget", "checks"):
+            _require(getattr(self, name) >= 0, f"{name}={getattr(self, name)}: expected zero or more")
+        for name in ("nodes", "edges", "layer_share"):
+            _require(0 < getattr(self, name) <= 1, f"{name}={getattr(self, name)}: expected a share above 0, up to 1")
 
 
 def _require(condition: bool, message: str) -> None:

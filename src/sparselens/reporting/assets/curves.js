@@ -1,0 +1,183 @@
+// Explained effect over the number of edges kept: one panel per task, bands, and how many times fewer edges.
+
+import { element, number, percent, timesFewer } from "./dom.js";
+import { drawAxes, scale } from "./axes.js";
+import { keepDrawn, palette } from "./palette.js";
+import { Scene, toSvg } from "./scene.js";
+import { downloads } from "./download.js";
+
+const ROLES = ["control", "dense", "sparse"];
+
+/** The measured circuit with at most this many edges: its index on the curve, or null. */
+export function measuredAt(curve, edges) {
+  let found = null;
+  curve.edges.forEach((size, i) => {
+    if (size <= edges && size > 0) found = i;
+  });
+  return found;
+}
+
+/** One task's panel. state: {threshold, chosen: {role: index on its curve}}; onPick(edges) when the curve is clicked. */
+export class CurvePanel {
+  constructor(task, onTask, onPick) {
+    this.task = task;
+    this.plot = element("div", { class: "plot" });
+    this.note = element("span", { class: "note" });
+    this.legend = element("div", { class: "legend" });
+    this.card = element(
+      "figure",
+      { class: "card", "data-task": task.name },
+      element(
+        "div",
+        { class: "card-head" },
+        element(
+          "h3",
+          {},
+          element("button", { class: "title", type: "button", on: { click: () => onTask(task) } }, task.name),
+        ),
+        this.note,
+        downloads(`explained-effect-${task.name}`, {
+          scene: () => this.scene(this.plot.view.width),
+          json: () => this.curves(),
+          csv: () => this.csv(),
+        }),
+      ),
+      this.plot,
+      this.legend,
+    );
+    this.plot.addEventListener("click", (event) =>
+      onPick(task, Math.round(this.x.back(event.clientX - this.plot.getBoundingClientRect().left))),
+    );
+    this.redraw = keepDrawn(this.plot, (width) => this.plot.replaceChildren(toSvg(this.scene(width), this.words())));
+    for (const role of ROLES)
+      if (task.models[role])
+        this.legend.append(
+          element(
+            "span",
+            { class: role },
+            element("i", { "aria-hidden": "true" }),
+            element("span", { class: "name" }, role),
+          ),
+        );
+    if (this.random())
+      this.legend.append(
+        element(
+          "span",
+          { class: "control" },
+          element("i", { class: "dotted", "aria-hidden": "true" }),
+          element("span", { class: "name" }, "random circuits"),
+        ),
+      );
+  }
+  random() {
+    return (this.task.models.sparse ?? this.task.models.dense)?.random;
+  }
+  curves() {
+    return Object.fromEntries(Object.entries(this.task.models).map(([role, model]) => [role, model.curve]));
+  }
+  csv() {
+    return [
+      ["model", "edges", "effect", "low", "high"],
+      ...Object.entries(this.curves()).flatMap(([role, curve]) =>
+        curve.edges.map((edges, i) => [role, edges, curve.effect[i], curve.low[i], curve.high[i]]),
+      ),
+    ];
+  }
+  words() {
+    const found = this.task.thresholds[this.state?.threshold];
+    return (
+      `Explained effect of ${this.task.name} over edges kept` +
+      (found ? `: ${timesFewer(found.multiplier)} at ${percent(Number(this.state.threshold))}` : "")
+    );
+  }
+  show(state) {
+    this.state = state;
+    const found = this.task.thresholds[state.threshold];
+    const dense = this.task.models.dense ?? this.task.models.sparse;
+    this.note.textContent = found
+      ? `${timesFewer(found.multiplier)} at ${percent(Number(state.threshold))} (ratio ${number(found.low, 2)} to ${number(found.high, 2)}, n = ${found.n_prompts})`
+      : `n = ${dense.n_prompts} prompts`;
+    this.redraw();
+  }
+  scene(width) {
+    const colours = palette();
+    const height = width > 700 ? 300 : 250;
+    const scene = new Scene(width, height);
+    const box = { left: 64, top: 14, right: width - 12, bottom: height - 40 };
+    const models = this.task.models;
+    const effects = Object.values(models)
+      .flatMap((model) => [...model.curve.low, ...model.curve.high])
+      .filter((value) => value !== null);
+    const x = (this.x = scale(
+      1,
+      Math.max(...Object.values(models).map((model) => model.n_edges)) * 1.1,
+      box.left,
+      box.right,
+      true,
+    ));
+    const y = scale(
+      Math.max(Math.min(-0.05, ...effects), -0.6),
+      Math.min(Math.max(1.1, ...effects), 1.6),
+      box.bottom,
+      box.top,
+    );
+    drawAxes(scene, box, x, y, colours, {
+      xTitle: this.task.unit ?? "edges kept",
+      yTitle: "explained effect",
+      yFormat: (v) => percent(v),
+      xTicks: 5,
+      yTicks: 5,
+    });
+    const threshold = Number(this.state?.threshold ?? 0.9);
+    scene.line(box.left, y.at(threshold), box.right, y.at(threshold), {
+      stroke: colours.ink,
+      dash: [5, 4],
+      opacity: 0.7,
+    });
+    const random = this.random();
+    if (random) this.curve(scene, random, x, y, colours.control, box, [1, 4], false);
+    for (const role of ROLES) if (models[role]) this.curve(scene, models[role].curve, x, y, colours[role], box);
+    this.bracket(scene, x, y, threshold, colours);
+    for (const role of ROLES) {
+      const at = this.state?.chosen?.[role];
+      if (at === null || at === undefined || !models[role]) continue;
+      scene.circle(x.at(Math.max(models[role].curve.edges[at], 1)), y.at(models[role].curve.effect[at]), 5, {
+        fill: colours[role],
+        stroke: colours.card,
+        thick: 2,
+      });
+    }
+    return scene;
+  }
+  curve(scene, curve, x, y, colour, box, dash = null, band = true) {
+    const line = [],
+      upper = [],
+      lower = [];
+    const clamp = (value) => Math.min(Math.max(y.at(value), box.top - 6), box.bottom + 6);
+    curve.edges.forEach((edges, i) => {
+      if (edges < 1 || curve.effect[i] === null) return;
+      const px = x.at(edges);
+      line.push(px, clamp(curve.effect[i]));
+      upper.push(px, clamp(curve.high[i] ?? curve.effect[i]));
+      lower.unshift(px, clamp(curve.low[i] ?? curve.effect[i]));
+    });
+    if (band) scene.path([...upper, ...lower], { fill: colour, opacity: 0.16, close: true });
+    scene.path(line, { stroke: colour, thick: dash ? 1.4 : 2, dash });
+  }
+  bracket(scene, x, y, threshold, colours) {
+    const found = this.task.thresholds[this.state?.threshold];
+    if (!found) return;
+    const [left, right] = [found.sparse_edges, found.dense_edges]
+      .map((edges) => x.at(Math.min(Math.max(edges, 1), x.to)))
+      .sort((a, b) => a - b);
+    const py = y.at(threshold);
+    scene.line(left, py, right, py, { stroke: colours.ink, thick: 2 });
+    for (const px of [left, right]) scene.line(px, py - 4, px, py + 4, { stroke: colours.ink, thick: 2 });
+    scene.text((left + right) / 2, py - 8, `${number(found.multiplier, 2)}×`, {
+      fill: colours.ink,
+      size: 13,
+      weight: 650,
+      anchor: "middle",
+    });
+  }
+}

@@ -1,0 +1,107 @@
+// Elements and numbers. Text always enters the page as text nodes; there is no innerHTML anywhere.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function fill(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes ?? {})) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name === "on") for (const [event, handler] of Object.entries(value)) node.addEventListener(event, handler);
+    else node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...children.flat(3).filter((child) => child !== null && child !== undefined && child !== false));
+  return node;
+}
+
+/** element("p", { class: "note" }, "text", otherElement) */
+export function element(tag, attributes, ...children) {
+  return fill(document.createElement(tag), attributes, children);
+}
+
+export function svgElement(tag, attributes, ...children) {
+  return fill(document.createElementNS(SVG, tag), attributes, children);
+}
+
+let counter = 0;
+export const freshId = (stem) => `${stem}-${++counter}`;
+
+const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
+
+/** A number a person can read: 3 significant digits, thousands separated, never "1e-7" for zero. */
+export function number(value, digits = 3) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (Number.isInteger(value) || size >= 10 ** digits) return whole.format(value).replace("-", "−");
+  if (size < 1e-4)
+    return value
+      .toExponential(Math.max(digits - 2, 0))
+      .replace("e-", "e−")
+      .replace(/^-/, "−");
+  return Number(value.toPrecision(digits)).toString().replace("-", "−");
+}
+
+export function percent(share, digits = 3) {
+  return share === null || share === undefined ? "–" : `${number(100 * share, digits)}\u00a0%`;
+}
+
+/** 2.1 -> "2.1× fewer edges", 0.5 -> "2× more edges": what the sparse model needs, compared with the dense one. */
+export function timesFewer(multiplier) {
+  return multiplier >= 1 ? `${number(multiplier, 2)}× fewer edges` : `${number(1 / multiplier, 2)}× more edges`;
+}
+
+/** Radio buttons that look like one control. options: [[value, label], ...] */
+export function segments(label, options, chosen, onChange) {
+  const name = freshId("choice");
+  const radios = options.map(([value, text]) =>
+    element(
+      "label",
+      {},
+      element("input", {
+        type: "radio",
+        name,
+        value,
+        checked: value === chosen,
+        on: { change: () => onChange(value) },
+      }),
+      element("span", {}, text),
+    ),
+  );
+  return element("fieldset", {}, element("legend", {}, label), element("div", { class: "segments" }, radios));
+}
+
+export function dropdown(label, options, chosen, onChange) {
+  const id = freshId("select");
+  const select = element(
+    "select",
+    { id, on: { change: () => onChange(select.value) } },
+    options.map(([value, text]) => element("option", { value, selected: value === chosen }, text)),
+  );
+  return element("div", {}, element("label", { for: id }, label, " "), select);
+}
+
+export function heading(section, text, lead) {
+  return [element("h2", { id: `${section}-title` }, text), element("p", { class: "lead" }, lead)];
+}
+
+export function how(...paragraphs) {
+  return element(
+    "details",
+    { class: "how" },
+    element("summary", {}, "How to read this"),
+    paragraphs.map((text) => element("p", {}, text)),
+  );
+}
+
+/** What a section without rows says. */
+export function emptyNotice(what, command) {
+  return element("div", { class: "notice" }, element("p", {}, what), element("code", { class: "command" }, command));
+}
+
+export function swatch(role, text) {
+  return element(
+    "span",
+    { class: role },
+    element("span", { class: "swatch", "aria-hidden": "true" }),
+    element("span", { class: "name" }, text),
+  );
+}

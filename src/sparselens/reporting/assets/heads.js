@@ -1,0 +1,166 @@
+// The heads of a circuit as a table one can sort; a click on a name isolates the head in the graph.
+
+import { element, number, percent } from "./dom.js";
+import { downloads } from "./download.js";
+
+/** rows: one per head with a place in the circuit or in the ranking. */
+function headRows(model, graph, live, density) {
+  const rows = new Map();
+  const row = (name) => {
+    if (!rows.has(name)) {
+      const { layer, head } = graph.nodes[graph.names.indexOf(name)];
+      rows.set(name, {
+        name,
+        layer,
+        head,
+        rank: null,
+        reads: 0,
+        writes: 0,
+        score: 0,
+        density: density?.[layer]?.[head] ?? null,
+      });
+    }
+    return rows.get(name);
+  };
+  (model.heads ?? []).forEach((name, i) => {
+    row(name).rank = i + 1;
+  });
+  for (const i of live) {
+    const [from, to] = [graph.names[graph.from[i]], graph.names[graph.to[i]]];
+    if (from.startsWith("a")) {
+      row(from).writes += 1;
+      row(from).score += graph.score[i];
+    }
+    if (to.startsWith("a")) row(to).reads += 1;
+  }
+  return [...rows.values()];
+}
+
+const COLUMNS = [
+  ["name", "Head", (row) => row.name],
+  ["rank", "Rank", (row) => number(row.rank)],
+  ["score", "Score written", (row) => number(row.score)],
+  ["reads", "Edges in", (row) => number(row.reads)],
+  ["writes", "Edges out", (row) => number(row.writes)],
+  ["density", "Density", (row) => percent(row.density)],
+];
+
+export class HeadsTable {
+  constructor(onHead) {
+    Object.assign(this, {
+      onHead,
+      sort: "rank",
+      down: false,
+      box: element("div", {
+        class: "scroll tall",
+        tabindex: "0",
+        role: "region",
+        "aria-label": "Heads of the circuit",
+      }),
+    });
+    this.note = element("span", { class: "note" });
+    this.card = element(
+      "div",
+      { class: "card", id: "heads" },
+      element(
+        "div",
+        { class: "card-head" },
+        element("h3", {}, "Heads"),
+        this.note,
+        downloads("heads", {
+          json: () => this.rows,
+          csv: () => [COLUMNS.map(([key]) => key), ...this.rows.map((row) => COLUMNS.map(([key]) => row[key]))],
+        }),
+      ),
+      this.box,
+    );
+  }
+  show(role, model, graph, live, density) {
+    this.rows = headRows(model, graph, live, role === "sparse" ? density : null);
+    const wanted = model.heads_at
+      ? Object.entries(model.heads_at)
+          .map(([t, n]) => `${n} for ${percent(Number(t))}`)
+          .join(", ")
+      : "not measured";
+    this.note.textContent = `${role} model; whole heads needed when the others are corrupted: ${wanted}`;
+    this.draw();
+  }
+  draw() {
+    const value = (row) =>
+      this.sort === "name"
+        ? row.layer * 1000 + row.head
+        : this.sort === "score"
+          ? -Math.abs(row.score)
+          : row[this.sort];
+    const sorted = [...this.rows].sort(
+      (a, b) =>
+        ((value(a) ?? Infinity) - (value(b) ?? Infinity)) * (this.down ? -1 : 1) ||
+        a.layer - b.layer ||
+        a.head - b.head,
+    );
+    const order = this.down ? "descending" : "ascending";
+    this.box.replaceChildren(
+      element(
+        "table",
+        {},
+        element(
+          "thead",
+          {},
+          element(
+            "tr",
+            {},
+            COLUMNS.map(([key, title]) =>
+              element(
+                "th",
+                { scope: "col", "aria-sort": key === this.sort ? order : null },
+                element(
+                  "button",
+                  {
+                    type: "button",
+                    on: {
+                      click: () => {
+                        this.down = key === this.sort && !this.down;
+                        this.sort = key;
+                        this.draw();
+                        this.box.querySelector(`[data-sort="${key}"]`).focus();
+                      },
+                    },
+                    "data-sort": key,
+                  },
+                  title,
+                  key === this.sort ? (this.down ? " ↓" : " ↑") : "",
+                ),
+              ),
+            ),
+          ),
+        ),
+        element(
+          "tbody",
+          {},
+          sorted.slice(0, 200).map((row) =>
+            element(
+              "tr",
+              {},
+              COLUMNS.map(([key, , show]) =>
+                key === "name"
+                  ? element(
+                      "th",
+                      { scope: "row" },
+                      element(
+                        "button",
+                        { class: "says", type: "button", on: { click: () => this.onHead(row.name) } },
+                        row.name,
+                      ),
+                    )
+                  : element("td", {}, show(row)),
+              ),
+            ),
+          ),
+        ),
+      ),
+      sorted.length > 200
+        ? element("p", { class: "note" }, `200 of ${sorted.length} heads; the download has all.`)
+        : "",
+    );
+  }
+}

@@ -1,0 +1,220 @@
+// The picture of a traced prompt: positions across, layers upward; clusters as boxes, or single features as dots.
+
+import { element, number } from "./dom.js";
+import { keepDrawn, palette } from "./palette.js";
+import { fit, paint, Scene } from "./scene.js";
+import { visible } from "./lens.js";
+
+const BESIDE = [0, 1, -1, 2, -2, 3, -3];
+
+/** Calls onPoint(edge or null) and onChoose(edge) in the cluster view; says what a feature is in the other. */
+export class TracePicture {
+  constructor(trace, onPoint, onChoose) {
+    Object.assign(this, { trace, chosen: null, hover: null, node: null });
+    this.view = trace.clusters.length ? "clusters" : "features";
+    const { role, clusters, edges } = trace;
+    this.canvas = element("canvas", {
+      role: "img",
+      "aria-label": `Attribution graph of the ${role} model: ${clusters.length} clusters, ${edges.length} edges. The table lists them.`,
+    });
+    this.plot = element("div", { class: "plot" }, this.canvas);
+    this.readout = element("p", { class: "readout" });
+    this.box = element("div", {}, this.plot, this.readout);
+    this.redraw = keepDrawn(this.plot, (width) => {
+      const scene = this.scene(width);
+      paint(scene, fit(this.canvas, width, scene.height));
+    });
+    this.canvas.addEventListener("pointermove", (event) => this.point(event, onPoint));
+    this.canvas.addEventListener("pointerleave", () => this.point(null, onPoint));
+    this.canvas.addEventListener("click", (event) => {
+      const edge = this.edgeAt(event);
+      if (edge !== null) onChoose(edge);
+    });
+  }
+
+  show(view) {
+    this.view = view;
+    this.node = null;
+    this.readout.replaceChildren(view === "features" ? "Point at a dot for what it is." : "");
+    this.redraw();
+  }
+
+  point(event, onPoint) {
+    if (this.view === "clusters") {
+      onPoint(event && this.edgeAt(event));
+      return;
+    }
+    const node = event && this.nodeAt(event);
+    if (node === this.node) return;
+    this.node = node;
+    if (node !== null) this.readout.replaceChildren(...this.describe(node));
+    this.redraw();
+  }
+
+  scene(width) {
+    const { trace } = this;
+    const height = Math.max(260, Math.min(560, (trace.n_layers + 2) * 30)) + 64;
+    const [left, right, top, bottom] = [44, width - 16, 26, height - 48];
+    const colours = palette();
+    const scene = new Scene(width, height);
+    const column = (right - left) / trace.tokens.length;
+    const x = (position) => left + (position + 0.5) * column;
+    const y = (layer) => bottom - ((layer + 1) / (trace.n_layers + 1)) * (bottom - top);
+    for (let layer = 0; layer <= trace.n_layers; layer += Math.ceil(trace.n_layers / 12)) {
+      scene.line(left, y(layer), right, y(layer), { stroke: colours.grid });
+      const name = layer === trace.n_layers ? "out" : layer;
+      scene.text(left - 8, y(layer) + 4, name, { fill: colours.soft, size: 11, anchor: "end" });
+    }
+    trace.tokens.forEach((token, i) => {
+      const text = clipped(visible(token).trim() || "␣", Math.max(1, Math.floor(column / 7)));
+      scene.text(x(i), bottom + 20, text, { fill: colours.ink, size: 12, mono: true, anchor: "middle" });
+      scene.text(x(i), bottom + 34, i, { fill: colours.soft, size: 10, anchor: "middle" });
+    });
+    if (this.view === "features" && trace.graph) this.featureShapes(scene, colours, x, y);
+    else this.clusterShapes(scene, colours, x, y, column);
+    return scene;
+  }
+
+  clusterShapes(scene, colours, x, y, column) {
+    const { edges, role } = this.trace;
+    const boxes = this.trace.clusters.map((cluster) => this.clusterBox(cluster, x, y, column));
+    spreadBoxes(boxes);
+    this.curves = edges.map(({ source, target }) => curveBetween(boxes[source], boxes[target]));
+    const most = Math.max(...edges.map((edge) => edge.flow), 1e-12);
+    const active = this.hover ?? this.chosen;
+    for (let i = edges.length - 1; i >= 0; i--) {
+      const strength = edges[i].flow / most;
+      const look = i === active ? { stroke: colours.mark } : { stroke: colours[role], opacity: 0.18 + 0.6 * strength };
+      scene.curve(...this.curves[i], { ...look, thick: 0.8 + 6 * strength, dash: edges[i].weight < 0 ? [6, 4] : null });
+    }
+    for (const { cx, width, top, bottom, name } of boxes) {
+      const style = { fill: colours.card, stroke: colours.ink, thick: 1.2, radius: 7 };
+      scene.rect(cx - width / 2, top, width, bottom - top, style);
+      const text = clipped(name, Math.max(2, Math.floor((width - 6) / 6.4)));
+      scene.text(cx, (top + bottom) / 2 + 4, text, { fill: colours.ink, size: 12, weight: 600, anchor: "middle" });
+    }
+  }
+
+  /** A box over the cluster's positions and layers, wide enough for its name. */
+  clusterBox({ name, positions, layers }, x, y, column) {
+    const last = this.trace.tokens.length - 1;
+    const at = positions.filter((position) => position >= 0 && position <= last);
+    const [low, high] = at.length ? [Math.min(...at), Math.max(...at)] : [last, last];
+    const wanted = Math.max((high - low + 1) * column - 8, 7 * name.length + 12);
+    return {
+      name,
+      cx: (x(low) + x(high)) / 2,
+      width: Math.max(Math.min(wanted, 150), 26),
+      top: y(Math.min(layers[1], this.trace.n_layers)) - 11,
+      bottom: y(Math.max(layers[0], -1)) + 11,
+    };
+  }
+
+  featureShapes(scene, colours, x, y) {
+    const { graph, role } = this.trace;
+    this.curves = [];
+    this.places = this.featurePlaces(x, y);
+    const most = Math.max(...graph.weight.map(Math.abs), 1e-12);
+    for (let i = graph.weight.length - 1; i >= 0; i--) {
+      const strength = Math.abs(graph.weight[i]) / most;
+      const [a, b] = [this.places[graph.from[i]], this.places[graph.to[i]]];
+      const lit = this.node === null || graph.from[i] === this.node || graph.to[i] === this.node;
+      const opacity = Math.min(0.9, 0.08 + Math.sqrt(strength)) * (lit ? 1 : 0.1);
+      const dash = graph.weight[i] < 0 ? [4, 3] : null;
+      scene.line(...a, ...b, { stroke: colours[role], thick: 0.5 + 3 * strength, opacity, dash });
+    }
+    this.places.forEach(([px, py], i) => {
+      const kind = graph.kinds[graph.kind[i]];
+      const filled = kind === "feature";
+      const style = { fill: filled ? colours[role] : colours.card, stroke: filled ? colours.card : colours.ink };
+      if (i === this.node) style.stroke = colours.mark;
+      if (kind === "error") scene.rect(px - 3, py - 3, 6, 6, style);
+      else scene.circle(px, py, kind === "logit" ? 5 : 3.4, style);
+    });
+  }
+
+  /** Nodes of one layer and position stand beside each other, seven to a row. */
+  featurePlaces(x, y) {
+    const { graph, n_layers: layers, tokens } = this.trace;
+    const seen = new Map();
+    return graph.kind.map((_, i) => {
+      const level = Math.min(graph.layer[i], layers);
+      const position = graph.position[i] < 0 ? tokens.length - 1 : graph.position[i];
+      const n = seen.get(`${level} ${position}`) ?? 0;
+      seen.set(`${level} ${position}`, n + 1);
+      return [x(position) + BESIDE[n % 7] * 6, y(level) - Math.floor(n / 7) * 6];
+    });
+  }
+
+  describe(node) {
+    const { graph, tokens } = this.trace;
+    const kind = graph.kinds[graph.kind[node]];
+    const where = graph.position[node] >= 0 ? ` at ${graph.position[node]} ${tokens[graph.position[node]] ?? ""}` : "";
+    const name = kind === "feature" ? `feature ${graph.index[node]} of layer ${graph.layer[node]}` : kind;
+    const count = (side) => side.filter((end) => end === node).length;
+    const facts = `: value ${number(graph.value[node])}, influence ${number(graph.influence[node])}, `;
+    return [element("b", {}, name, where), facts, `${count(graph.to)} edges in, ${count(graph.from)} out.`];
+  }
+
+  nodeAt(event) {
+    const [px, py] = this.pixel(event);
+    let [best, least] = [null, 64];
+    this.places?.forEach(([x, y], i) => {
+      const distance = (x - px) ** 2 + (y - py) ** 2;
+      if (distance < least) [best, least] = [i, distance];
+    });
+    return best;
+  }
+
+  /** The edge under the pointer: the nearest curve within a few pixels. */
+  edgeAt(event) {
+    const [px, py] = this.pixel(event);
+    let [best, least] = [null, 100];
+    this.curves?.forEach(([x1, y1, cx, cy, x2, y2], i) => {
+      for (let t = 0; t <= 1; t += 0.05) {
+        const s = 1 - t;
+        const [x, y] = [s * s * x1 + 2 * s * t * cx + t * t * x2, s * s * y1 + 2 * s * t * cy + t * t * y2];
+        const distance = (x - px) ** 2 + (y - py) ** 2;
+        if (distance < least) [best, least] = [i, distance];
+      }
+    });
+    return best;
+  }
+
+  pixel(event) {
+    const bounds = this.canvas.getBoundingClientRect();
+    return [event.clientX - bounds.left, event.clientY - bounds.top];
+  }
+}
+
+/** From the top of one box to another: to its foot where it stands higher, else in a bow over what is between. */
+function curveBetween(a, b) {
+  if (b.bottom <= a.top - 4) return [a.cx, a.top, a.cx, (a.top + b.bottom) / 2 - 10, b.cx, b.bottom];
+  const aside = Math.abs(b.cx - a.cx);
+  const higher = b.top < a.top - 24;
+  const end = higher
+    ? [b.cx + (Math.sign(a.cx - b.cx) * b.width) / 2, Math.max(b.top + 14, a.top - 20 - 0.25 * aside)]
+    : [b.cx, b.top];
+  return [a.cx, a.top, (a.cx + end[0]) / 2, Math.min(a.top, end[1]) - 14 - 0.12 * aside, ...end];
+}
+
+function clipped(text, most) {
+  const letters = [...text];
+  return letters.length > most ? `${letters.slice(0, Math.max(most - 1, 1)).join("")}…` : text;
+}
+
+/** Moves boxes that stand on each other apart, sideways. */
+function spreadBoxes(boxes) {
+  const order = [...boxes].sort((a, b) => a.cx - b.cx);
+  for (let round = 0; round < 12; round++) {
+    for (let i = 0; i < order.length; i++) {
+      for (let j = i + 1; j < order.length; j++) {
+        const [a, b] = [order[i], order[j]];
+        const overlap = (a.width + b.width) / 2 + 6 - (b.cx - a.cx);
+        if (overlap <= 0 || a.top >= b.bottom || b.top >= a.bottom) continue;
+        a.cx -= overlap / 2;
+        b.cx += overlap / 2;
+      }
+    }
+  }
+}

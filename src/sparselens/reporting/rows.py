@@ -1,0 +1,48 @@
+"""A Run -> all the page shows, as one JSON value. A section without rows is None; the page says what would fill it."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from ..run import Run
+from .attention import BUDGET, attention
+from .circuit_rows import circuits
+from .history import training
+from .overview import overview, title
+from .trace_rows import traces
+
+
+def payload(runs: "list[Path | str | Run]", live: bool = False) -> dict[str, Any]:
+    """{"runs": [{"overview", "training", "attention", "circuits", "traces"}, ...], "live"} of one or two Runs."""
+    if not 1 <= len(runs) <= 2:
+        raise ValueError(f"a report shows one or two Runs, not {len(runs)}")
+    opened = [run if isinstance(run, Run) else Run(run) for run in runs]
+    return {"runs": [_run(run, BUDGET // len(opened)) for run in opened], "live": live}
+
+
+def _run(run: Run, budget: int) -> dict[str, Any]:
+    found_circuits, found_traces = circuits(run), traces(run)
+    return {
+        "overview": overview(run, found_circuits, found_traces),
+        "training": training(run),
+        "attention": attention(run, budget),
+        "circuits": found_circuits,
+        "traces": found_traces,
+        "commands": _commands(run),
+    }
+
+
+def _commands(run: Run) -> dict[str, str]:
+    """What would fill a section that has no rows yet."""
+    model = str(run.record.get("config", {}).get("model", "MODEL"))
+    folder = shlex.quote(str(run.path))
+    task = "addition" if model == "addition" else "ioi"
+    dense = f"{folder}/base/model" if model == "addition" else shlex.quote(model)
+    prompt = "36+28=?????" if model == "addition" else 'The opposite of "large" is "'
+    return {
+        "overview": f"sparselens evaluate {folder}",
+        "training": f"sparselens sparsify {shlex.quote(title(run))} --data TEXT --out {folder} --control",
+        "attention": f"sparselens report {folder}",
+        "circuits": f"sparselens compare {dense} {folder} --tasks {task} --out {folder}/circuits",
+        "traces": f"sparselens trace {folder} --transcoder TRANSCODER --prompt '{prompt}' --out {folder}/trace",
+    }
