@@ -89,7 +89,9 @@ def test_control_sees_the_same_data_and_starts_from_the_same_weights(base, tmp_p
     assert sparse[0]["loss"] == pytest.approx(control[0]["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"lora": 2}, {"micro_batch": 2}, {"loss": "kl", "target": "base"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"lora": 2}, {"micro_batch": 2}, {"density": None, "loss": "kl", "target": "base"}], ids=str
+)
 def test_resume_is_bit_identical(base, tmp_path, options, monkeypatch):
     """Interrupted after step 7 and resumed: every metric of every step equals the uninterrupted run's."""
     whole, _ = sparsify(base, tmp_path / "whole", **options)
@@ -181,8 +183,8 @@ def poison(monkeypatch, steps, weights=False):
     original = training.loss_and_density
     calls = []
 
-    def bad(stage, batch, seed):
-        loss, density = original(stage, batch, seed)
+    def bad(stage, batch, seed, sample):
+        loss, density = original(stage, batch, seed, sample)
         calls.append(1)
         if len(calls) in steps:
             if weights:
@@ -240,30 +242,47 @@ def test_ctrl_c_in_a_real_process(base, tmp_path):
 
 
 def test_unreachable_target_keeps_the_best_and_says_so(base, tmp_path):
-    run, said = sparsify(base, tmp_path / "run", target="0.0001")
-    assert any("was not reached" in text for text in said)
+    run, said = sparsify(base, tmp_path / "run", target="0.0001", density=None)
+    assert any("The target 0.0101 was not reached" in text and "--slack" in text for text in said)
     summary = run.read("summary.json")
     assert summary["met"] is False and summary["best_step"] > 0
     assert is_gated(sl.load(run.path)[0])
 
 
 def test_the_returned_state_is_the_sparsest_that_meets_the_target(base, tmp_path):
-    run, _ = sparsify(base, tmp_path / "run", target="100", steps=20, evaluate_every=2, evaluate_sequences=8)
+    options = {"density": None, "target": "100", "steps": 20, "evaluate_every": 2, "evaluate_sequences": 8}
+    run, _ = sparsify(base, tmp_path / "run", **options)
     evaluated = [line for line in lines(run.path) if "heldout_density" in line]
     best = min(evaluated, key=lambda line: line["heldout_density"])
     assert run.read("summary.json")["best_step"] == best["step"]
 
 
-def test_best_prefers_meeting_over_density_and_loss_over_nothing():
-    best = training.Best()
-    assert best.improved_by(5.0, 0.0, 0.5, target=1.0)
-    best = training.Best(1, 5.0, 0.5, met=False)
-    assert best.improved_by(4.0, 0.0, 0.9, target=1.0), "closer to the target"
-    assert best.improved_by(0.9, 0.0, 0.9, target=1.0), "meets it"
-    met = training.Best(2, 0.9, 0.4, met=True)
-    assert not met.improved_by(0.5, 0.0, 0.5, target=1.0), "denser"
-    assert not met.improved_by(0.99, 0.02, 0.1, target=1.0), "sparser, but not surely within the target"
-    assert met.improved_by(0.99, 0.0, 0.1, target=1.0)
+def test_the_budget_is_kept_and_the_best_loss_within_it_returned(base, tmp_path):
+    """The density ends within its budget, every layer is reported, and no better state was passed over."""
+    options = {"density": 0.2, "steps": 150, "evaluate_every": 10, "evaluate_sequences": 8, "batch": 8, "bias_lr": 0.1}
+    run, _ = sparsify(base, tmp_path / "run", **options)
+    evaluated = [line for line in lines(run.path) if "heldout_density" in line]
+    assert evaluated[0]["heldout_density"] > 0.3 and evaluated[-1]["heldout_density"] <= 0.2
+    for line in evaluated:
+        assert line["heldout_density"] == pytest.approx(sum(line["heldout_density_per_layer"]) / 2)
+    within = [line for line in evaluated if line["heldout_density"] <= 0.2]
+    best = min(within, key=lambda line: line["heldout_loss"])
+    assert run.read("summary.json")["best_step"] == best["step"]
+
+
+def test_gates_are_deterministic_once_closed(base, tmp_path, monkeypatch):
+    """Sampled while the budget falls, exactly as evaluated afterwards."""
+    drawn = []
+    original = training.forward
+
+    def spy(model, batch, **options):
+        drawn.append(options.get("gate_sample"))
+        return original(model, batch, **options)
+
+    monkeypatch.setattr(training, "forward", spy)
+    _, said = sparsify(base, tmp_path / "run", closing=0.5, steps=12)
+    assert drawn == [True] * 6 + [False] * 6
+    assert any("The budget of 1.00% was not reached" in text and "--density" in text for text in said)
 
 
 def test_lora_trains_adapters_and_gates_only(base, tmp_path):
@@ -310,7 +329,14 @@ def test_bad_training_settings(change, complaint):
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
-    [({"target": "low"}, "target='low'"), ({"tolerance": 0.0}, "tolerance=0.0"), ({"slack_until": 0.0}, "slack_until")],
+    [
+        ({"target": "low"}, "target='low'"),
+        ({"tolerance": 0.0}, "tolerance=0.0"),
+        ({"slack_until": 0.0}, "slack_until"),
+        ({"density": 0.0}, "density=0.0"),
+        ({"density": 1.5}, "density=1.5"),
+        ({"closing": 0.0}, "closing=0.0"),
+    ],
 )
 def test_bad_sparsify_settings(change, complaint):
     with pytest.raises(ValueError, match=complaint):

@@ -1,4 +1,4 @@
-"""`sparselens demo`: train the addition model, make it sparse, and draw what is left."""
+"""`sparselens demo`: train the addition model, make it sparse, draw what is left, and trace one sum through it."""
 
 import dataclasses
 import shutil
@@ -9,15 +9,28 @@ from typing import Any
 
 import torch
 
-from .addition import ANSWER, CHARACTERS, EXAMPLE, POSITIONS, AdditionBatches, answer, encode, make_model
+from .addition import (
+    ANSWER,
+    CHARACTERS,
+    EXAMPLE,
+    POSITIONS,
+    AdditionBatches,
+    answer,
+    encode,
+    make_model,
+    switch_off_dropout,
+)
 from .comparison import compare
-from .config import Search, Sparsify, Training
+from .config import Search, Sparsify, Training, Transcode
 from .figures import draw_flow
 from .figures_circuits import draw_all
 from .huggingface import is_gated, load, save
 from .run import Run
 from .sparsification import sparsify_into
+from .trace_commands import trace_demo
 from .training import Stage, train
+from .transcoder import Transcoder
+from .transcoding import transcode
 
 DENSE = Training(
     steps=1200, batch=128, lr=3e-3, decay=0.9, evaluate_every=250, evaluate_sequences=500, checkpoint_every=500
@@ -32,13 +45,18 @@ SPARSE = Sparsify(
     ),
 )
 
+FEATURES = Transcode(
+    features=256, k=8, sparsity=0.01, sparsity_warmup=0.2, steps=500, batch=64, lr=3e-3, decay=0.3, dead_after=20_000,
+    evaluate_every=500, evaluate_sequences=500, checkpoint_every=500,
+)  # fmt: skip
+
 
 def demo(
     out: str | Path = "runs/demo", seed: int = 0, show_progress: bool = True, say: Callable[[str], None] = print
 ) -> Run:
-    """A dense addition model, its control, the sparse one, figures 1 to 3: from nothing. Goes on where it stopped."""
+    """A dense addition model, its control, the sparse one, figures 1 to 4: from nothing. Goes on where it stopped."""
     out = Path(out)
-    if all((out / name).is_file() for name in ("summary.json", "figure1.png", "circuits.json")):
+    if all((out / name).is_file() for name in ("summary.json", "figure1.png", "circuits.json", "trace/trace.json")):
         run = Run(out)
         say(f"{out} is complete; remove it to run the demo again.\n")
         _tell(run, say)
@@ -63,6 +81,7 @@ def demo(
         for suffix in ("png", "svg"):
             draw_flow(flow, out / f"figure1.{suffix}")
         multiplier = _circuits(run, (base, tokenizer), sparse, seed)
+        features = _features(run, (base, tokenizer), (sparse, tokenizer), batches, example, seed, show_progress)
         rows = run.read("evaluation.json")
         dense_row, sparse_row = rows[0], rows[-1]
         edges_total = flow["base"]["edges"]
@@ -74,6 +93,7 @@ def demo(
             "edges_total": edges_total,
             "edges_per_layer": [share * edges_total / 4 for share in sparse_row["density_per_layer"]],
             "multiplier": multiplier,
+            "features": features,
             "seconds": round(time.perf_counter() - began, 1),
         }
         run.write("summary.json", summary)
@@ -92,6 +112,7 @@ def _dense(run: Run, batches: AdditionBatches, settings: Training, resume: bool,
     model, tokenizer = make_model(settings.seed)
     stage = Stage("dense", model, batches, folder, settings, steering=500, say=say, show_progress=show_progress)
     train(stage, resume and folder.is_dir())
+    switch_off_dropout(model)
     save(model, tokenizer, folder / "model")
     return model, tokenizer
 
@@ -110,6 +131,25 @@ def _circuits(run: Run, base, sparse, seed: int) -> dict[str, Any] | None:
     draw_all(result, run.path)
     row = result["tasks"]["addition"]
     return {"components": row["thresholds"]["0.9"], "tokens": row["attention_edges"]["0.9"]}
+
+
+def _features(
+    run: Run, base, sparse, batches: AdditionBatches, example: tuple[int, int], seed: int, show_progress: bool
+) -> dict[str, Any]:
+    """Figure 4: features of both models' MLPs, one sum traced through them, and the heads that carry it."""
+    transcoders = {}
+    settings = dataclasses.replace(FEATURES, seed=seed)
+    for name, (model, _) in (("dense", base), ("sparse", sparse)):
+        folder = run.path / "transcoders" / name
+        if not (folder / "results.json").is_file():
+            transcode(
+                model, data=batches, out=folder, settings=settings, name=f"addition-{name}",
+                resume=(folder / "run.json").is_file(), show_progress=show_progress, say=lambda text: None,
+            )  # fmt: skip
+        transcoders[name] = Transcoder.load(folder)
+    trace_demo(base, sparse, transcoders["dense"], transcoders["sparse"], run.path / "trace", example)
+    results = {name: Run(run.path / "transcoders" / name).read("results.json") for name in transcoders}
+    return {name: {key: row[key] for key in ("fvu", "l0")} for name, row in results.items()}
 
 
 def _both_right(base, sparse, a: int, b: int) -> bool:
@@ -152,5 +192,7 @@ def _tell(run: Run, say: Callable[[str], None]) -> None:
             f"{kinds[kind]} for 90 % of the effect: dense {found['dense_edges']}, sparse {found['sparse_edges']}: "
             f"{found['multiplier']:.1f}x ({found['low']:.1f} to {found['high']:.1f}, n = {found['n_prompts']} prompts)"
         )
-    say(f"{summary['seconds']:.0f} s. Look at figure1.png, figure2.png and figure3.png in {run.path}.")
+    say(
+        f"{summary['seconds']:.0f} s. Look at figure1.png, figure2.png, figure3.png and trace/figure4.png in {run.path}."
+    )
     say(f"Load the sparse model with sparselens.load('{run.path}').")

@@ -17,11 +17,11 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from .config import Sparsify, Text, Training
-from .constraint import Constraint
+from .constraint import Budget, Constraint
 from .data import Batches, TextBatches
 from .evaluate import Measurement, measure
 from .huggingface import gate_biases, install_gates, is_gated, load, save
-from .run import Run
+from .run import Metrics, Run
 from .sites import architecture, dimensions
 from .training import Best, Stage, precision_of, train
 
@@ -166,20 +166,18 @@ def sparsify_into(
         del control
 
     target = _target(settings, reference.mean().item(), control_loss)
-    constraint = Constraint(target=target, tolerance=settings.tolerance)
     sparse = _copy(base, training)
     _add_gates(sparse, settings)
-    say(f"target: {'KL to base' if kl else 'held-out loss'} at most {target:.4f} nats")
-    best = train(
-        Stage("sparse", sparse, folder=run.path, constraint=constraint,
-              slack=lambda done: settings.slack * max(0.0, 1 - done / settings.slack_until), **common),
-        resume,
-    )  # fmt: skip
+    constraint = _constraint(settings, target)
+    budget = f"least loss with at most {settings.density:.2%} of the edges" if settings.density else "fewest edges"
+    say(f"{budget}; target: {'KL to base' if kl else 'held-out loss'} at most {target:.4f} nats")
+    best = train(Stage("sparse", sparse, folder=run.path, constraint=constraint, **common), resume)
     save(sparse, tokenizer, run.path / "model")
     rows.append(result(sparse).row(str(run.path / "model"), "sparse"))
     run.write("evaluation.json", rows)
-    run.write("summary.json", _summary(rows, best, target, batches, report_count))
-    _tell(best, target, rows, say)
+    summary = _summary(rows, best, target, report_count) | _cost(run, training.steps * training.batch * batches.length)
+    run.write("summary.json", summary)
+    _tell(best, target, settings, rows, say)
     say(f"sparse model: {run.path / 'model'}   table: {run.path / 'evaluation.json'}")
     return sparse
 
@@ -241,7 +239,22 @@ def _target(settings: Sparsify, base_loss: float, control_loss: float | None) ->
     return (base_loss if settings.target == "base" else control_loss) + settings.tolerance  # type: ignore[operator]
 
 
-def _summary(rows: list[dict], best: Best, target: float, batches: Batches, report_count: int) -> dict[str, Any]:
+def _constraint(settings: Sparsify, target: float) -> Budget | Constraint:
+    """What steers the run: a budget of edges where one is given, else the loss alone."""
+    if settings.density is not None:
+        return Budget(target, settings.density, settings.closing)
+    return Constraint(target, settings.tolerance, settings.slack, settings.slack_until)
+
+
+def _cost(run: Run, tokens: int) -> dict[str, Any]:
+    """Tokens the sparse model was trained on, minutes of that, tokens per second; peak GPU memory of this process."""
+    rates = sorted(line["tokens_per_second"] for line in Metrics.read(run.path)) or [0]
+    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+    minutes = sum(tokens / len(rates) / max(1, rate) for rate in rates) / 60
+    return {"tokens": tokens, "minutes": minutes, "tokens_per_second": rates[len(rates) // 2], "peak_gib": peak}
+
+
+def _summary(rows: list[dict], best: Best, target: float, report_count: int) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "target": target,
         "met": best.met,
@@ -253,12 +266,15 @@ def _summary(rows: list[dict], best: Best, target: float, batches: Batches, repo
     return summary
 
 
-def _tell(best: Best, target: float, rows: list[dict], say: Callable[[str], None]) -> None:
+def _tell(best: Best, target: float, settings: Sparsify, rows: list[dict], say: Callable[[str], None]) -> None:
     if not best.met:
+        budget = settings.density
+        missed = f"target {target:.4f}" if budget is None or best.density <= budget else f"budget of {budget:.2%}"
+        advice = "loosen the start (--slack)" if budget is None else "keep more edges (--density)"
         say(
-            f"The target {target:.4f} was not reached: the closest state (step {best.step}) has held-out loss "
-            f"{best.loss:.4f} at density {best.density:.2%}; it is the one that was kept. "
-            "Allow more (--tolerance), train longer (--steps), or loosen the start (--slack)."
+            f"The {missed} was not reached: the best state (step {best.step}) has held-out loss {best.loss:.4f} at "
+            f"density {best.density:.2%}; it is the one that was kept. Allow more (--tolerance), train longer "
+            f"(--steps), or {advice}."
         )
     say(table(rows))
 

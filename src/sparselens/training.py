@@ -3,13 +3,14 @@
 The same loop trains the sparse model (with a Constraint), its matched dense control and small models from scratch
 (without). Each step:
   1. take the next numbered sequences; the number is all that data order depends on
-  2. forward with sampled gates: loss and density
-  3. objective = (1 - w) * density + w * loss, with w from the constraint (w = 1 without gates)
+  2. forward: loss and density, gates sampled or deterministic as the constraint says
+  3. the constraint makes one objective of the two (constraint.py); without gates it is the loss
   4. discard the update if anything is not finite; otherwise clip, step, tell the constraint
-  5. now and then: evaluate deterministically on held-out text and keep the sparsest state that meets the constraint;
-     write a checkpoint
+  5. now and then: evaluate deterministically on held-out text and keep the state the constraint ranks best; write a
+     checkpoint
 """
 
+import functools
 import math
 import signal
 import time
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import Training
-from .constraint import Constraint
+from .constraint import Budget, Constraint
 from .data import Batches
 from .evaluate import Measurement, forward, measure, token_kl, token_losses
 from .huggingface import is_gated
@@ -39,19 +40,13 @@ class Interrupted(Exception):
 
 @dataclass
 class Best:
-    """The state worth returning: sparsest among those that meet the constraint, else the one closest to meeting it."""
+    """The state worth returning: the best by the constraint's rank (smaller is better)."""
 
     step: int = -1
     loss: float = math.inf
     density: float = math.inf
     met: bool = False
-
-    def improved_by(self, loss: float, margin: float, density: float, target: float) -> bool:
-        """Whether a measured state beats this one. `margin` is the standard error the loss must clear."""
-        met = loss + margin <= target
-        if met != self.met:
-            return met
-        return density < self.density if met else loss < self.loss
+    rank: list[float] = field(default_factory=lambda: [math.inf])
 
 
 @dataclass
@@ -76,8 +71,7 @@ class Stage:
     batches: Batches
     folder: Path
     settings: Training
-    constraint: Constraint | None = None
-    slack: Callable[[float], float] = lambda done: 0.0  # share of steps done -> extra nats allowed
+    constraint: Budget | Constraint | None = None
     teacher: nn.Module | None = None  # frozen base; given, the constrained loss is KL to it
     steering: int = 0  # how many held-out sequences (from the first) may steer the training
     reference: Tensor | None = None  # [steering] the base's loss on each of them: pairs the comparison, less noise
@@ -127,14 +121,16 @@ def train(stage: Stage, resume: bool = False) -> Best:
             step = progress.step
             for group in optimizer.param_groups:
                 group["lr"] = group["base_lr"] * learning_rate(step, settings)
-            weight = stage.constraint.weight if stage.constraint else 1.0
+            done = step / settings.steps
+            sample = stage.constraint is not None and stage.constraint.sampled(done)
             total_loss, total_density = 0.0, 0.0
             for chunk in range(chunks):
                 batch = stage.batches.train(progress.data + chunk * micro, micro)
                 batch = {name: value.to(accelerator.device) for name, value in batch.items()}
                 with accelerator.autocast():
-                    loss, density = loss_and_density(stage, batch, seed_of(settings.seed, step, chunk))
-                accelerator.backward(((1 - weight) * density + weight * loss) / chunks)
+                    loss, density = loss_and_density(stage, batch, seed_of(settings.seed, step, chunk), sample)
+                objective = stage.constraint.objective(loss, density) if stage.constraint else loss
+                accelerator.backward(objective / chunks)
                 total_loss += loss.item() / chunks
                 total_density += density.item() / chunks
             norm = float(accelerator.clip_grad_norm_(parameters.values(), settings.clip))
@@ -148,11 +144,11 @@ def train(stage: Stage, resume: bool = False) -> Best:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if stage.constraint:
-                stage.constraint.step(total_loss, stage.slack(step / settings.steps))
+                stage.constraint.step(total_loss, total_density, done)
 
             line: dict[str, Any] = {"step": progress.step, "loss": total_loss, "grad_norm": norm}
             if stage.constraint:
-                line |= {"density": total_density, "lambda": math.exp(stage.constraint.log_lambda)}
+                line |= {"density": total_density, "lambda": stage.constraint.loss_weight}
             last = progress.step == settings.steps
             if progress.step % settings.evaluate_every == 0 or last:
                 line |= evaluate(stage, progress, parameters, accelerator)
@@ -177,22 +173,35 @@ def train(stage: Stage, resume: bool = False) -> Best:
     return progress.best
 
 
-def loss_and_density(stage: Stage, batch: dict[str, Tensor], seed: int) -> tuple[Tensor, Tensor]:
-    """Mean constrained loss per token and expected density of one micro-batch, both differentiable."""
+def loss_and_density(stage: Stage, batch: dict[str, Tensor], seed: int, sample: bool = True) -> tuple[Tensor, Tensor]:
+    """Mean loss per token and density of one micro-batch, both differentiable.
+
+    With sampled gates the density is the expected one; otherwise it is what is open, with the same gradient.
+    """
     gated = is_gated(stage.model)
-    output = forward(stage.model, batch, **({"gate_sample": True, "gate_seed": seed} if gated else {}))
+    output = forward(stage.model, batch, **({"gate_sample": sample, "gate_seed": seed} if gated else {}))
     labels = batch["labels"]
     if stage.teacher is None:
-        losses = token_losses(output.logits, labels)
+        losses = fused(token_losses, output.logits)(output.logits, labels)
     else:
         with torch.no_grad():
             reference = forward(stage.teacher, batch).logits
-        losses = token_kl(reference, output.logits, labels)
+        losses = fused(token_kl, output.logits)(reference, output.logits, labels)
     loss = losses.sum() / (labels != -100).sum()
     if not gated:
         return loss, torch.zeros((), device=loss.device)
     record = torch.stack(output.attentions)  # [n_layers, batch, n_heads, 2]: edges, pairs
     return loss, record[..., 0].sum() / record[..., 1].sum()
+
+
+@functools.cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function, dynamic=False)
+
+
+def fused(function: Callable[..., Tensor], logits: Tensor) -> Callable[..., Tensor]:
+    """The function, compiled on a GPU: of a small model's step, eager passes over the logits are half the time."""
+    return _compiled(function) if logits.is_cuda else function
 
 
 def evaluate(stage: Stage, progress: Progress, parameters: dict[str, nn.Parameter], accelerator) -> dict[str, Any]:
@@ -207,16 +216,18 @@ def evaluate(stage: Stage, progress: Progress, parameters: dict[str, nn.Paramete
     with accelerator.autocast():
         result = measure(stage.model, stage.batches, start, count, micro_batch=micro, base=stage.teacher)
     loss, margin = steering_loss(stage, result, start)
-    line = {"heldout_loss": loss, "heldout_density": result.density}
+    line: dict[str, Any] = {"heldout_loss": loss, "heldout_density": result.density}
+    if result.edges is not None and result.pairs is not None:
+        line["heldout_density_per_layer"] = (result.edges.mean(1) / result.pairs).tolist()
     if stage.constraint is None:
         return line
     warn_if_parting(stage, progress, loss)
     stage.constraint.correct(loss)
     density = result.density
     assert density is not None
-    if progress.best.improved_by(loss, margin, density, stage.constraint.target):
-        met = loss + margin <= stage.constraint.target
-        progress.best = Best(progress.step, loss, density, met)
+    rank = stage.constraint.rank(loss, margin, density)
+    if rank < progress.best.rank:
+        progress.best = Best(progress.step, loss, density, stage.constraint.met(loss, margin, density), rank)
         save_checkpoint(stage.folder / "best", progress.step, dict(parameters), {"best": vars(progress.best)}, keep=1)
     return line
 
@@ -279,7 +290,9 @@ def make_optimizer(parameters: dict[str, nn.Parameter], settings: Training) -> t
         {"params": others, "lr": settings.lr, "base_lr": settings.lr, "weight_decay": settings.weight_decay},
         {"params": gates, "lr": settings.bias_lr, "base_lr": settings.bias_lr, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], betas=(0.9, 0.98))
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], betas=(0.9, 0.98), fused=others[0].is_cuda or None
+    )
 
 
 def learning_rate(step: int, settings: Training) -> float:
