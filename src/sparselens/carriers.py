@@ -346,3 +346,20 @@ def carry_all(graph: Graph, top: int | None = 16) -> list[tuple[int, int, Carrie
     source, target, _ = graph.edges()
     pairs = list(zip(source.tolist(), target.tolist(), strict=True))
     return [(s, t, carried) for (s, t), carried in zip(pairs, carry(graph, pairs, top=top), strict=True)]
+
+
+@exact
+def carry_heads(graph: Graph, edges: Sequence[tuple[int, int]], memory_mb: float = 1024) -> tuple[Tensor, Tensor]:
+    """(direct part [n], arrival share of every head [n, n_layers, n_heads]) of n edges: `carry` without its lists."""
+    replacement = graph.replacement()
+    heads = replacement.error.new_zeros(len(edges), graph.n_layers, graph.n_heads)
+    direct = heads.new_zeros(len(edges))
+    if len(edges):
+        pairs = torch.as_tensor(list(edges), dtype=torch.int64, device=heads.device)
+        group = torch.arange(len(pairs), device=heads.device)
+        places = (replacement.places(pairs[:, 0]), replacement.places(pairs[:, 1]))
+        for part in _chunks(replacement, pairs, group, *places, memory_mb):
+            shares = _Shares(replacement, pairs[part], group[part]).fill(memory_mb)
+            direct[part] = shares.direct
+            heads[part] = shares.arrival.sum(-1)[shares.arrival_in]  # an edge that is its own group has its own slot
+    return direct.cpu(), heads.cpu()

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from .frozen import TOLERANCE, Frozen, exact
 from .graph import BIAS, KINDS, LOGIT, Graph
 from .replacement import Replacement
+from .sites import base_model, dimensions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,9 +100,10 @@ def _position(position: int | None, n_tokens: int) -> int:
 
 
 def _freeze(model: nn.Module, ids: Tensor) -> Frozen:
+    longest = dimensions(base_model(model).config).max_tokens
+    if longest < len(ids):
+        raise ValueError(f"the prompt has {len(ids)} tokens, the model reads at most {longest}")
     frozen = Frozen(model, ids)
-    if frozen.dims.max_tokens < len(ids):
-        raise ValueError(f"the prompt has {len(ids)} tokens, the model reads at most {frozen.dims.max_tokens}")
     if frozen.check > TOLERANCE:
         message = f"the model in pieces is {frozen.check:.1e} of the largest logit away from the model itself"
         if frozen.decoder.gates is None:
