@@ -4,8 +4,9 @@
 
 One training step of all decoders, forward and backward: activations [tokens, n_features] of every layer times decoders
 [n_features, n_layers - layer, d_model], gradients for active activations and for decoders. `dense` multiplies the full
-matrices; `sparse` is what training uses. Beside them, what a step costs in either case: the encoder's dense product
-(forward) and the optimiser, which visits every weight. Runs on a GPU where there is one; sizes can be given.
+matrices, `sparse` follows the active entries, training takes the faster one (`chosen`). Beside them, what a step costs
+in either case: the encoder's dense product (forward) and the optimiser, which visits every weight. Runs on a GPU where
+there is one; sizes can be given.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sparselens.run import provenance, write_json
-from sparselens.transcoder_decoding import Entries, entries, write
+from sparselens.transcoder_decoding import Entries, dense_is_faster, entries, write, write_densely
 
 
 def main() -> None:
@@ -75,13 +76,11 @@ def compare(arguments: argparse.Namespace, features: int, l0: int, dtype: torch.
             total = written if total is None else torch.cat([total[:, :i], total[:, i:] + written], 1)
         return list(torch.autograd.grad(total, values + decoders, gradient))  # type: ignore[arg-type]
 
-    def dense(v: Tensor, where: Entries, weight: Tensor) -> Tensor:
-        full = v.new_zeros(tokens, features).index_put((where.tokens, where.features), v)
-        return (full @ weight.flatten(1).to(dtype)).unflatten(1, weight.shape[1:])
-
-    error = max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(step(dense), step(write), strict=True))
+    error = max(
+        ((a - b).abs().max() / a.abs().max()).item() for a, b in zip(step(write_densely), step(write), strict=True)
+    )
     sparse_ms = measure(lambda: step(write), arguments.repeats)
-    dense_ms = measure(lambda: step(dense), arguments.repeats)
+    dense_ms = measure(lambda: step(write_densely), arguments.repeats)
     x, encoder = normal(tokens, width).to(dtype), normal(features, width).to(dtype)
     encoder_ms = layers * measure(lambda: x @ encoder.T, arguments.repeats)
     weights = [decoder.detach().clone().requires_grad_() for decoder in decoders]
@@ -89,7 +88,8 @@ def compare(arguments: argparse.Namespace, features: int, l0: int, dtype: torch.
         weight.grad = torch.zeros_like(weight)
     adam = torch.optim.Adam(weights, fused=device == "cuda" or None)
     return {
-        "features": features, "l0": l0, "dense_ms": dense_ms, "sparse_ms": sparse_ms, "encoder_ms": encoder_ms,
+        "features": features, "l0": l0, "chosen": "dense" if dense_is_faster(values[0], at[0]) else "sparse",
+        "dense_ms": dense_ms, "sparse_ms": sparse_ms, "encoder_ms": encoder_ms,
         "adam_ms": measure(adam.step, arguments.repeats), "max_error": error,
     }  # fmt: skip
 

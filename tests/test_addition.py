@@ -49,6 +49,8 @@ def short(monkeypatch):
     monkeypatch.setattr(demo_module, "DENSE", dataclasses.replace(demo_module.DENSE, **quick))
     training = dataclasses.replace(demo_module.SPARSE.training, **quick)
     monkeypatch.setattr(demo_module, "SPARSE", dataclasses.replace(demo_module.SPARSE, training=training))
+    features = dict(features=16, k=4, steps=4, batch=8, evaluate_every=4, evaluate_sequences=8, checkpoint_every=4)
+    monkeypatch.setattr(demo_module, "FEATURES", dataclasses.replace(demo_module.FEATURES, **features))
 
 
 def test_demo_end_to_end(short, tmp_path):
@@ -60,6 +62,9 @@ def test_demo_end_to_end(short, tmp_path):
     assert summary["edges_open"] == pytest.approx(summary["density"] * 1056)
     assert sum(summary["edges_per_layer"]) == pytest.approx(summary["edges_open"])
     assert (run.path / "figure1.png").stat().st_size > 10_000
+    assert (run.path / "trace" / "figure4.png").stat().st_size > 10_000
+    assert "<!doctype html>" in (run.path / "report.html").read_text()[:200].lower()
+    assert summary["features"].keys() == {"dense", "sparse"}
     model, tokenizer = sl.load(tmp_path / "demo")
     assert re.fullmatch(r"\d{5}|.{5}", answer(model, 36, 28)) and len(tokenizer) == len(CHARACTERS)
     again = []

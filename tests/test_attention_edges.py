@@ -6,7 +6,7 @@ import torch
 from models import CONFIGS, tiny_model
 from pairs import random_prompts
 
-from sparselens.attention_edges import AttentionPatcher, attention_curve, of_common_length
+from sparselens.attention_edges import AttentionPatcher, attention_curve, keep_in, of_common_length
 from sparselens.config import Gate
 from sparselens.decoder import Decoder
 from sparselens.heads import HeadPatcher
@@ -65,9 +65,9 @@ def test_closed_edges_are_not_there():
     assert 0 < row["n_alive"] < row["n_edges"] == 2 * 4 * 36
     opened = np.zeros(patcher.shape, bool)
     for _, _, clean, corrupted in patcher._parts():
-        weights: list = []
-        patcher._forward(clean, lambda layer, w, v, kept=weights: kept.append(w) or w @ v)
-        for layer, (now, (then, _)) in enumerate(zip(weights, corrupted, strict=True)):
+        seen: list = []
+        patcher._forward(clean, keep_in(seen))
+        for layer, ((now, _), (then, _)) in enumerate(zip(seen, corrupted, strict=True)):
             opened[layer] |= ((now > 0) | (then > 0)).any(0).numpy()
     assert not patcher.scores()[0][~opened[0]].any()  # (between the two prompts, gates of later layers may open)
     assert torch.equal(*patcher.run(np.stack([patcher.possible, opened])))

@@ -6,6 +6,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import sparselens as sl
+from sparselens import transcoder_decoding
 from sparselens.transcoder import (
     Transcoder,
     batch_topk_mask,
@@ -13,7 +14,7 @@ from sparselens.transcoder import (
     jumprelu,
     topk_mask,
 )
-from sparselens.transcoder_decoding import entries, read, write
+from sparselens.transcoder_decoding import decode, entries, read, write, write_densely
 
 KINDS = [(True, "jumprelu"), (False, "jumprelu"), (True, "topk"), (False, "batchtopk")]
 
@@ -69,11 +70,24 @@ def test_sparse_encoding_and_decoding_have_the_dense_gradients():
     expected = torch.autograd.grad((dense * weights).sum(), leaves)
     at = entries(mask)
     assert 0 < len(at.tokens) < mask.numel() / 2
-    sparse = write(read(x, W_enc, b_enc, pre.detach(), at).sin(), at, W_dec)
-    torch.testing.assert_close(sparse, dense, rtol=1e-12, atol=1e-12)
-    found = torch.autograd.grad((sparse * weights).sum(), leaves)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    for way in (write, write_densely):
+        sparse = way(read(x, W_enc, b_enc, pre.detach(), at).sin(), at, W_dec)
+        torch.testing.assert_close(sparse, dense, rtol=1e-12, atol=1e-12)
+        found = torch.autograd.grad((sparse * weights).sum(), leaves)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("active", "way"), [(1, "write"), (50, "write_densely")])
+def test_the_faster_way_is_taken(active, way, monkeypatch):
+    """One feature in a hundred: follow the entries; one in two: the dense product."""
+    mask = torch.zeros(10, 100, dtype=torch.bool)
+    mask[:, :active] = True
+    at, weight = entries(mask), torch.randn(100, 2, 3)
+    expected = decode(torch.ones(10 * active), at, weight)
+    monkeypatch.setattr(transcoder_decoding, way, lambda *arguments: "taken")
+    assert decode(torch.ones(10 * active), at, weight) == "taken"
+    torch.testing.assert_close(expected, weight[:active].sum(0).expand(10, 2, 3))
 
 
 def test_no_entries_at_all():

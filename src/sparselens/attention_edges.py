@@ -35,6 +35,16 @@ def of_common_length(*groups: Prompts) -> list[Prompts]:
     return [replace(p, clean=p.clean[:, :length], corrupted=p.corrupted[:, :length]) for p in chosen]
 
 
+def keep_in(kept: list[tuple[Tensor, Tensor]]) -> Callable[[int, Tensor, Tensor], Tensor]:
+    """Plain attention that leaves every layer's (weights, values) in `kept`."""
+
+    def mix(layer: int, weights: Tensor, values: Tensor) -> Tensor:
+        kept.append((weights, values))
+        return weights @ values
+
+    return mix
+
+
 class AttentionPatcher:
     """Prompts made ready for running circuits of attention edges on them."""
 
@@ -81,7 +91,7 @@ class AttentionPatcher:
             self.decoder.rotations = begin.rotations
             corrupted: list[tuple[Tensor, Tensor]] = []
             with torch.no_grad():
-                self._forward(other.embedding, lambda layer, w, v, kept=corrupted: kept.append((w, v)) or w @ v)
+                self._forward(other.embedding, keep_in(corrupted))
             yield some, part, begin.embedding, corrupted
 
     def _metric(self, mask: Tensor, part: Prompts, x: Tensor, corrupted: list[tuple[Tensor, Tensor]]) -> Tensor:

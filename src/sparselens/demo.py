@@ -25,6 +25,7 @@ from .config import Search, Sparsify, Training, Transcode
 from .figures import draw_flow
 from .figures_circuits import draw_all
 from .huggingface import is_gated, load, save
+from .report_commands import report
 from .run import Run
 from .sparsification import sparsify_into
 from .trace_commands import trace_demo
@@ -56,7 +57,10 @@ def demo(
 ) -> Run:
     """A dense addition model, its control, the sparse one, figures 1 to 4: from nothing. Goes on where it stopped."""
     out = Path(out)
-    if all((out / name).is_file() for name in ("summary.json", "figure1.png", "circuits.json", "trace/trace.json")):
+    if all(
+        (out / name).is_file()
+        for name in ("summary.json", "figure1.png", "circuits.json", "trace/trace.json", "report.html")
+    ):
         run = Run(out)
         say(f"{out} is complete; remove it to run the demo again.\n")
         _tell(run, say)
@@ -97,6 +101,7 @@ def demo(
             "seconds": round(time.perf_counter() - began, 1),
         }
         run.write("summary.json", summary)
+        report(out, say=lambda text: None)
         for leftover in ("checkpoints", "best", "control/checkpoints", "base/checkpoints"):
             shutil.rmtree(out / leftover, ignore_errors=True)
     finally:
@@ -128,6 +133,8 @@ def _circuits(run: Run, base, sparse, seed: int) -> dict[str, Any] | None:
         run.write("circuits.json", {"error": str(error)})
         return None
     run.write("circuits.json", result)
+    for role, circuit in result.circuits["addition"].items():
+        circuit.save(run.path / f"circuit-addition-{role}.json")
     draw_all(result, run.path)
     row = result["tasks"]["addition"]
     return {"components": row["thresholds"]["0.9"], "tokens": row["attention_edges"]["0.9"]}
@@ -192,7 +199,5 @@ def _tell(run: Run, say: Callable[[str], None]) -> None:
             f"{kinds[kind]} for 90 % of the effect: dense {found['dense_edges']}, sparse {found['sparse_edges']}: "
             f"{found['multiplier']:.1f}x ({found['low']:.1f} to {found['high']:.1f}, n = {found['n_prompts']} prompts)"
         )
-    say(
-        f"{summary['seconds']:.0f} s. Look at figure1.png, figure2.png, figure3.png and trace/figure4.png in {run.path}."
-    )
+    say(f"{summary['seconds']:.0f} s. Open {run.path / 'report.html'}; figures 1 to 4 as pictures are beside it.")
     say(f"Load the sparse model with sparselens.load('{run.path}').")

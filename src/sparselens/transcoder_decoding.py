@@ -9,6 +9,9 @@ costs n_entries * targets * d_model. `Entries` lists them, ordered by token:
   3. `spread(...)`            a number of each feature (its threshold, its decoder's norm), repeated for its entries
   4. `write(...)`             the weighted sum of decoder rows per token, with gradient for values and decoder rows
 
+A dense product does more sums, but faster ones; above a share of active entries that depends on the machine
+(`dense_is_faster`, measured by benchmarks/transcode.py) `decode` uses it instead of `write`.
+
 The gradients of all weights are one operation, sum over a feature's entries of (number * row): an embedding bag
 with the roles of tokens and features exchanged. It needs no atomics, so it gives the same bits every time.
 """
@@ -73,6 +76,23 @@ def write(values: Tensor, at: Entries, weight: Tensor) -> Tensor:
     weight: [n_features, targets, d_model]. Computes in the dtype of `values`; weight's gradient has weight's dtype.
     """
     return _Write.apply(values, weight.flatten(1), at).unflatten(1, weight.shape[1:])
+
+
+def decode(values: Tensor, at: Entries, weight: Tensor) -> Tensor:
+    """What `write` gives, by whichever way is faster here."""
+    return write_densely(values, at, weight) if dense_is_faster(values, at) else write(values, at, weight)
+
+
+def write_densely(values: Tensor, at: Entries, weight: Tensor) -> Tensor:
+    """What `write` gives, as one product with the full matrix of activations."""
+    full = values.new_zeros(len(at.offsets) - 1, at.n_features).index_put((at.tokens, at.features), values)
+    return (full @ weight.flatten(1).to(values.dtype)).unflatten(1, weight.shape[1:])
+
+
+def dense_is_faster(values: Tensor, at: Entries) -> bool:
+    """Whether so many features are active that the dense product wins: one in 8 on a CPU, 60 in fp32, 1,250 in bf16."""
+    one_in = 8 if values.device.type == "cpu" else 60 if values.dtype == torch.float32 else 1250
+    return len(at.tokens) * one_in > (len(at.offsets) - 1) * at.n_features
 
 
 class _Read(torch.autograd.Function):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .config import Transcode
 from .transcoder import Transcoder, batch_topk_mask, jumprelu, topk_mask
-from .transcoder_decoding import entries, read, spread, write
+from .transcoder_decoding import decode, entries, read, spread
 
 START_ERROR = 1e-6  # added under the square root of decoder norms: a decoder of zeros has a gradient, too
 
@@ -106,7 +106,7 @@ class Learner(nn.Module):
             z = read(x, t.W_enc[layer], t.b_enc[layer], pre, at)
             a = jumprelu(z, spread(threshold, at), settings.bandwidth) if threshold is not None else z
 
-            written = write(a.to(compute or a.dtype), at, t.W_dec[layer]).to(dtype)
+            written = decode(a.to(compute or a.dtype), at, t.W_dec[layer]).to(dtype)
             total = written if total is None else total + written if t.cross_layer else written
             y = (outputs[layer].to(dtype) - self.output_mean[layer]) / self.output_scale[layer]
             error = (total[:, 0] + t.b_dec[layer] - y).pow(2).mean(1)  # [tokens]
