@@ -59,28 +59,19 @@ class AdditionBatches:
         return {"task": "addition", "seed": self.seed, "heldout_sequences": self.n_heldout, "length": self.length}
 
 
-def make_model(seed: int = 0, dropout: float = 0.1) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """An untrained 4-layer, 4-head, 64-wide GPT-2, with GPT-2's own dropout, and a tokenizer that reads characters."""
+def make_model(seed: int = 0) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """An untrained 4-layer, 4-head, 64-wide GPT-2 and a tokenizer that reads characters."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
     torch.manual_seed(seed)
     config = GPT2Config(
         vocab_size=len(CHARACTERS), n_positions=POSITIONS, n_embd=64, n_layer=4, n_head=4, activation_function="relu",
-        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=None, eos_token_id=None,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     characters = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="?"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     return GPT2LMHeadModel(config), PreTrainedTokenizerFast(tokenizer_object=characters, unk_token="?")
-
-
-def switch_off_dropout(model: "PreTrainedModel") -> None:
-    """For good, in the modules and in the config that is saved: a finished model is post-trained without noise."""
-    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
-        setattr(model.config, name, 0.0)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
 
 
 def answer(model: "PreTrainedModel", a: int, b: int) -> str:

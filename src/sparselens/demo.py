@@ -18,7 +18,6 @@ from .addition import (
     answer,
     encode,
     make_model,
-    switch_off_dropout,
 )
 from .comparison import compare
 from .config import Search, Sparsify, Training, Transcode
@@ -117,7 +116,6 @@ def _dense(run: Run, batches: AdditionBatches, settings: Training, resume: bool,
     model, tokenizer = make_model(settings.seed)
     stage = Stage("dense", model, batches, folder, settings, steering=500, say=say, show_progress=show_progress)
     train(stage, resume and folder.is_dir())
-    switch_off_dropout(model)
     save(model, tokenizer, folder / "model")
     return model, tokenizer
 
