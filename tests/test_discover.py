@@ -173,7 +173,7 @@ def test_memory_stays_below_its_estimate(family):
     decoder, prompts = Decoder(model), random_prompts(16, 12)
     peak = PeakMemory().ignore(model)
     with peak:
-        eap(decoder, prompts, steps=2, n_at_once=16)
+        eap(decoder, prompts, steps=2, n_at_once=16, path="own")
     estimate = estimate_memory(decoder.dims, mlp_width(decoder.config), 16, 12, 2, 64)
     assert 0.3 * estimate.total < peak.peak < estimate.total
 

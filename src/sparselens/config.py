@@ -139,9 +139,9 @@ class Search:
     """How edges are scored: integrated gradients, one gradient, or patching every edge in turn (small models)."""
     steps: int = 5
     """Points between the corrupted and the clean prompt at which eap-ig takes gradients."""
-    path: Literal["own", "whole"] = "own"
-    """eap-ig averages gradients over the part of the way that removing this edge would cover, or over the whole way
-    (as published; ranks small edges worse)."""
+    path: Literal["whole", "own"] = "whole"
+    """eap-ig averages gradients over the whole way between the prompts (as published), or over the part of it that
+    removing this edge would cover: ranks all edges more like exact patching, but picks worse circuits."""
     prompts: int = 64
     """Prompt pairs for scoring; as many others are held out for the curve."""
     points: int = 20

@@ -11,8 +11,9 @@ corrupted and the clean embeddings, and averages:
                    that changes at its reader moves the reader by r of the way: the gradient is averaged over [1 - r, 1]
                    r = <what u changes, what all writers before v change> / |what all writers before v change|^2
 
-Small edges are thus scored by the clean gradient, which is exact for them, and an edge that carries everything by the
-whole path, which it would cover. Exact patching removes every edge in turn.
+With "own", small edges are scored by the clean gradient, which is exact for them, and an edge that carries everything
+by the whole path, which it would cover. That ranks all edges more like exact patching; the few largest, which make the
+circuit, are chosen better by "whole" (docs/circuits.md). Exact patching removes every edge in turn.
 
 No copy of the residual stream is kept per head. Going back through a block:
 
@@ -50,7 +51,7 @@ def eap(
     steps: int = 0,
     n_at_once: int = 16,
     progress: Callable[[int], None] = lambda n: None,
-    path: Path = "own",
+    path: Path = "whole",
 ) -> np.ndarray:
     """EAP (steps=0: gradient on the clean prompt) or EAP-IG scores, [readers, writers] fp64."""
     c = decoder.components
