@@ -6,12 +6,13 @@ import torch
 from models import CONFIGS, tiny_model
 from pairs import random_prompts
 
-from sparselens.attention_edges import AttentionPatcher, attention_curve, keep_in, of_common_length
+from sparselens.attention_edges import AttentionPatcher, attention_curve, keep_in
 from sparselens.config import Gate
 from sparselens.decoder import Decoder
 from sparselens.heads import HeadPatcher
 from sparselens.huggingface import install_gates
 from sparselens.record import start
+from sparselens.tasks.prompts import of_common_length
 
 
 def gated(family: str, bias: float = 0.3):

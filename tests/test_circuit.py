@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sparselens.circuit import Circuit, Components, overlap
-from sparselens.curve import MIB_FRACTIONS, Curve, check_spread, log_sizes, mib_areas, multiplier, refine
+from sparselens.curve import MIB_FRACTIONS, Curve, check_spread, log_sizes, mib_areas, multiplier, refine, refined_curve
 
 
 @pytest.mark.parametrize(
@@ -148,3 +148,20 @@ def test_sizes_and_refinement():
 def test_overlap():
     a, b = np.array([True, True, False]), np.array([True, False, True])
     assert overlap(a, b) == {"shared": 1, "jaccard": pytest.approx(1 / 3), "of_smaller": 0.5}
+
+
+def test_a_refined_curve_looks_where_it_crosses_and_never_beyond_what_there_is():
+    """Effect n / 40, of 100: the crossing at 36 is closed in on; nothing above the largest size is ever run."""
+    asked: list[int] = []
+
+    def run(sizes):
+        asked.extend(sizes)
+        return np.minimum(np.array(sizes, float)[:, None] / 40, 1.0) * np.ones(3)
+
+    curve = refined_curve([1, 10, 30, 60], run, np.ones(3), np.zeros(3), 100)
+    assert len(asked) == len(set(asked)) and len(asked) > 4
+    assert 36 <= curve.edges_at(0.9) < 60
+    asked.clear()
+    curve = refined_curve([1, 10, 30], run, np.ones(3), np.zeros(3), 100)
+    assert max(asked) == 30 and curve.edges_at(0.9) == 100
+    assert refined_curve([], run, np.ones(3), np.zeros(3), 100).edges.tolist() == [0, 100]

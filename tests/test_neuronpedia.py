@@ -27,8 +27,8 @@ TEXTS = {"type": "array", "items": TEXT}
 SCHEMA = _object(
     ["metadata", "qParams", "nodes", "links"],
     metadata=_object(
-        ["slug", "scan", "prompt_tokens", "prompt"],
-        slug=TEXT, scan=TEXT, prompt_tokens=TEXTS, prompt=TEXT, node_threshold=NUMBER,
+        ["slug", "scan", "transcoder_list", "prompt_tokens", "prompt"],  # the list: circuit-tracer's own reader
+        transcoder_list=TEXTS, slug=TEXT, scan=TEXT, prompt_tokens=TEXTS, prompt=TEXT, node_threshold=NUMBER,
         feature_details=_object([], feature_json_base_url=TEXT, neuronpedia_source_set=TEXT),
         info=_object(
             [], description=TEXT, creator_name=TEXT, creator_url=TEXT, source_urls={"type": "array"},

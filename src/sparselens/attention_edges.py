@@ -10,29 +10,19 @@ sums to m(model) - m(nothing), up to the number of points.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .curve import THRESHOLDS, Curve, log_sizes, refine
+from .curve import THRESHOLDS, Curve, log_sizes, refined_curve
 from .decoder import Decoder
 from .gating import allowed_pairs
 from .record import start
-from .tasks.prompts import Prompts
+from .tasks.prompts import Prompts, of_common_length
 
-ROUNDS = 3  # of refinement where the curve crosses a threshold
 POINTS = 5  # masks at which gradients are taken
-
-
-def of_common_length(*groups: Prompts) -> list[Prompts]:
-    """Of each group, the prompts of the length that is most common over all of them, cut to it."""
-    lengths, counts = torch.cat([group.lengths.cpu() for group in groups]).unique(return_counts=True)
-    length = int(lengths[counts.argmax()])
-    chosen = [group.take((group.lengths == length).cpu()) for group in groups]
-    return [replace(p, clean=p.clean[:, :length], corrupted=p.corrupted[:, :length]) for p in chosen]
 
 
 def keep_in(kept: list[tuple[Tensor, Tensor]]) -> Callable[[int, Tensor, Tensor], Tensor]:
@@ -128,31 +118,18 @@ def attention_curve(
     alive = int((scores != 0).sum())
     order, n_edges = order[:alive], int(patcher.possible.sum())
 
-    def masks(sizes: list[int]) -> np.ndarray:
-        out = np.zeros((len(sizes), scores.size), bool)
-        for mask, n in zip(out, sizes, strict=True):
+    def run(sizes: list[int]) -> np.ndarray:
+        masks = np.zeros((len(sizes), scores.size), bool)
+        for mask, n in zip(masks, sizes, strict=True):
             mask[order[:n]] = True
-        return out.reshape(-1, *scores.shape)
+        return patcher.run(masks.reshape(-1, *scores.shape), progress).numpy()
 
-    ends = patcher.run(np.stack([patcher.possible, np.zeros_like(patcher.possible)]), progress).numpy()
-    measured = {n_edges: ends[0]}
-
-    def curve() -> Curve:
-        keys = sorted(measured)
-        return Curve(np.array(keys), np.stack([measured[n] for n in keys]), ends[0], ends[1])
-
-    wanted = log_sizes(alive, points).tolist() if alive else []
-    for _ in range(ROUNDS + 1):
-        new = [n for n in wanted if n not in measured]
-        for n in new:
-            measured[n] = patcher.run(masks([n]), progress)[0].numpy()
-        now = curve()
-        wanted = [n for n in refine(now.edges, now.effects()) if n <= alive]
-    found = curve()
+    whole, nothing = patcher.run(np.stack([patcher.possible, np.zeros_like(patcher.possible)]), progress).numpy()
+    found = refined_curve(log_sizes(alive, points).tolist() if alive else [], run, whole, nothing, n_edges)
     top = order[: found.edges_at(0.9)][:2000]
     row = {
         "n_prompts": len(heldout), "length": length, "example": heldout.pairs[0].clean,
-        "n_edges": n_edges, "n_alive": alive, "m_model": float(ends[0].mean()), "m_nothing": float(ends[1].mean()),
+        "n_edges": n_edges, "n_alive": alive, "m_model": float(whole.mean()), "m_nothing": float(nothing.mean()),
         "curve": found.row(), "edges_at": {str(t): found.edges_at(t) for t in THRESHOLDS},
         "edges_at_interval": {str(t): list(found.edges_interval(t)) for t in THRESHOLDS},
         "columns": ["layer", "head", "query", "key", "score"],

@@ -5,6 +5,7 @@
 Intervals are 95 % percentile intervals of a bootstrap over prompts; m(C), m(model) and m(nothing) are all drawn again.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 THRESHOLDS = (0.8, 0.9, 0.95)
 MIB_FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 DRAWS = 1000
+ROUNDS = 3  # of refinement where the curve crosses a threshold
 
 
 @dataclass
@@ -76,6 +78,25 @@ class Curve:
             "low": low.tolist(),
             "high": high.tolist(),
         }
+
+
+def refined_curve(
+    sizes: list[int], run: Callable[[list[int]], np.ndarray], m_model: np.ndarray, m_nothing: np.ndarray, n_all: int
+) -> Curve:
+    """Measure these sizes, then ROUNDS times between those where the curve crosses a threshold.
+
+    run: sizes -> metrics [sizes, prompts]. n_all: the size of the whole model; beside it, none above max(sizes) is run.
+    """
+    measured = {0: m_nothing, n_all: m_model}
+    largest, wanted = max(sizes, default=0), sizes
+    for _ in range(ROUNDS + 1):
+        new = [n for n in wanted if n not in measured and n <= largest]
+        if new:
+            measured |= dict(zip(new, run(new), strict=True))
+        keys = sorted(measured)
+        curve = Curve(np.array(keys), np.stack([measured[n] for n in keys]), m_model, m_nothing)
+        wanted = refine(curve.edges, curve.effects())
+    return curve
 
 
 def multiplier(dense: Curve, sparse: Curve, threshold: float, seed: int = 0) -> dict[str, float]:

@@ -22,7 +22,7 @@ from . import tasks
 from .attention_edges import attention_curve
 from .circuit import Circuit
 from .config import Search
-from .curve import MIB_FRACTIONS, THRESHOLDS, Curve, check_spread, log_sizes, mib_areas, refine
+from .curve import MIB_FRACTIONS, ROUNDS, THRESHOLDS, Curve, check_spread, log_sizes, mib_areas, refine, refined_curve
 from .decoder import Decoder
 from .heads import HeadPatcher, rank_heads, token_edges
 from .huggingface import is_gated
@@ -36,7 +36,6 @@ from .tasks.prompts import Prompts, build
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROUNDS = 3  # of refinement where the curve crosses a threshold
 FEWEST = 4  # prompts the model must get right
 
 
@@ -290,18 +289,13 @@ def _heads(
     ranking = rank_heads(circuit)
     patcher = HeadPatcher(model, heldout)
     m_model, m_nothing = patcher.run([ranking, []]).numpy()
-    measured = {0: m_nothing, len(ranking): m_model}
-
-    def curve() -> Curve:
-        keys = sorted(measured)
-        return Curve(np.array(keys), np.stack([measured[n] for n in keys]), m_model, m_nothing)
-
-    wanted = log_sizes(len(ranking), min(settings.points, 10)).tolist()
+    sizes = log_sizes(len(ranking), min(settings.points, 10)).tolist()
     with tqdm(desc="heads", unit="set", disable=not show_progress) as bar:
-        for _ in range(ROUNDS + 1):
-            new = [n for n in wanted if n not in measured]
-            if new:
-                measured |= dict(zip(new, patcher.run([ranking[:n] for n in new], bar.update).numpy(), strict=True))
-            now = curve()
-            wanted = refine(now.edges, now.effects())
-    return {"names": [f"a{layer}.h{head}" for layer, head in ranking], "curve": curve()}
+        curve = refined_curve(
+            sizes,
+            lambda new: patcher.run([ranking[:n] for n in new], bar.update).numpy(),
+            m_model,
+            m_nothing,
+            len(ranking),
+        )
+    return {"names": [f"a{layer}.h{head}" for layer, head in ranking], "curve": curve}

@@ -15,7 +15,7 @@ from .circuit import Circuit
 from .gating import allowed_pairs
 from .record import capture, patch
 from .sites import base_model, dimensions
-from .tasks.prompts import Prompts
+from .tasks.prompts import Prompts, of_common_length
 
 
 def rank_heads(circuit: Circuit) -> list[tuple[int, int]]:
@@ -73,14 +73,13 @@ def token_edges(model: nn.Module, prompts: Prompts, at_once: int = 16, most: int
 
     Every other pair is closed on all of them: nothing flows there, whatever the weights. Positions count from 0.
     """
-    lengths, counts = prompts.lengths.unique(return_counts=True)
-    length = int(lengths[counts.argmax()])
-    chosen = prompts.take((prompts.lengths == length).cpu()).to(next(model.parameters()).device)
+    (chosen,) = of_common_length(prompts.to(next(model.parameters()).device))
+    length = chosen.clean.shape[1]
     dims = dimensions(base_model(model).config)
     share = torch.zeros(dims.n_layers, dims.n_heads, length, length, dtype=torch.float64)
     weight = torch.zeros_like(share)
     for first in range(0, len(chosen), at_once):
-        ids = chosen.clean[first : first + at_once, :length]
+        ids = chosen.clean[first : first + at_once]
         output = model(input_ids=ids, use_cache=False, output_attentions=True, gate_output="pattern")
         pattern = torch.stack(output.attentions).double().cpu()  # [layers, batch, heads, queries, keys]
         share += (pattern > 0).double().sum(1)

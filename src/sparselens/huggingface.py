@@ -14,7 +14,6 @@ Keyword arguments of `model(...)` that reach the gates:
 """
 
 import functools
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from transformers.utils import logging as transformers_logging
 from .config import Gate
 from .gating import gated_attention, gated_pattern
 from .gating.noise import layer_seed
+from .run import fresh_folder, put_in_place
 from .sites import architecture, attention_modules, dimensions
 
 NAME = "sparselens"
@@ -331,9 +331,7 @@ def save(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: st
     The folder appears whole or not at all: it is written beside its final place and then renamed.
     """
     folder = Path(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(fresh, ignore_errors=True)
+    fresh = fresh_folder(folder)
     with _quiet():
         if hasattr(model, "peft_config"):
             _save_adapter(model, fresh)
@@ -341,14 +339,7 @@ def save(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: st
             model.save_pretrained(fresh)  # type: ignore[operator]
     if tokenizer is not None:
         tokenizer.save_pretrained(fresh)
-    if folder.exists():
-        old = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-        fresh.rename(folder)
-        shutil.rmtree(old)
-    else:
-        fresh.rename(folder)
+    put_in_place(fresh, folder)
     return folder
 
 

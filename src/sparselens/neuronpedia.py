@@ -83,7 +83,7 @@ def metadata(graph: Graph, slug: str, scan: str) -> dict[str, Any]:
     """The part of a graph that a list of graphs shows."""
     settings = graph.settings
     return {
-        "slug": slug, "scan": scan, "prompt_tokens": graph.tokens, "prompt": graph.prompt,
+        "slug": slug, "scan": scan, "transcoder_list": [scan], "prompt_tokens": graph.tokens, "prompt": graph.prompt,
         "node_threshold": settings.get("nodes", 0.8), "schema_version": 1,
         "info": {"generator": {"name": "sparselens", "version": __version__}},
         "generation_settings": {k: v for k, v in settings.items() if isinstance(v, str | int | float | bool)},

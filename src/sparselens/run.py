@@ -39,6 +39,26 @@ def write_bytes(path: Path, content: bytes) -> None:
     temporary.rename(path)
 
 
+def fresh_folder(folder: Path) -> Path:
+    """Where to write a folder that shall appear whole or not at all; `put_in_place` then gives it its name."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(fresh, ignore_errors=True)
+    return fresh
+
+
+def put_in_place(fresh: Path, folder: Path) -> None:
+    """Give a finished folder its name; one that has it already makes way."""
+    if not folder.exists():
+        fresh.rename(folder)
+        return
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    folder.rename(old)
+    fresh.rename(folder)
+    shutil.rmtree(old)
+
+
 def provenance() -> dict[str, Any]:
     """Versions, command and machine, so that a number can be made again."""
     versions = {}

@@ -11,14 +11,13 @@ TopK and BatchTopK add `activation` and `k` to config.yaml. Nothing but YAML sca
 """
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .run import write_bytes
+from .run import fresh_folder, put_in_place, write_bytes
 from .transcoder import InputHook, Transcoder, check_activation
 
 # circuit-tracer's names for what features read. Its hook_mlp_in is the residual stream, before the MLP's norm.
@@ -33,9 +32,7 @@ def save_transcoder(transcoder: Transcoder, folder: str | Path) -> Path:
     from safetensors.torch import save_file
 
     folder = Path(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(fresh, ignore_errors=True)
+    fresh = fresh_folder(folder)
     fresh.mkdir()
     for layer in range(transcoder.n_layers):
         tensors = {name: getattr(transcoder, name)[layer] for name in ("W_enc", "b_enc", "b_dec", "W_dec")}
@@ -53,14 +50,7 @@ def save_transcoder(transcoder: Transcoder, folder: str | Path) -> Path:
                 tensors["activation_function.threshold"] = tensors.pop("threshold")
             save_file(tensors, fresh / f"layer_{layer}.safetensors")
     write_bytes(fresh / "config.yaml", _yaml(_config(transcoder)).encode())
-    if folder.exists():
-        old = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-        fresh.rename(folder)
-        shutil.rmtree(old)
-    else:
-        fresh.rename(folder)
+    put_in_place(fresh, folder)
     return folder
 
 

@@ -156,6 +156,14 @@ class Prompts:
         return ((best[..., None] == self.right).any(-1) | ~self.used).all(-1)
 
 
+def of_common_length(*groups: Prompts) -> list[Prompts]:
+    """Of each group, the prompts of the length that is most common over all of them, cut to it."""
+    lengths, counts = torch.cat([group.lengths.cpu() for group in groups]).unique(return_counts=True)
+    length = int(lengths[counts.argmax()])
+    chosen = [group.take((group.lengths == length).cpu()) for group in groups]
+    return [replace(p, clean=p.clean[:, :length], corrupted=p.corrupted[:, :length]) for p in chosen]
+
+
 _TENSORS = ("clean", "corrupted", "lengths", "position", "right", "wrong", "through", "used")
 
 
