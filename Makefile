@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo test format gpu browser clean
+.PHONY: demo test test-faults audit format gpu browser clean
 
 demo: $(READY)
 	$(BIN)/sparselens demo
@@ -14,6 +14,16 @@ test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest --numprocesses 2
+
+# Kills, full disks, rotten files, nonsense from outside. Part of `make test`; alone it takes two to three minutes.
+test-faults: $(READY)
+	$(BIN)/pytest --numprocesses 2 tests/faults
+
+# Known vulnerabilities of what CI tests with. Needs the network; --strict: a package that cannot be looked up is an error.
+audit:
+	$(PYTHON) -m venv build/audit
+	build/audit/bin/pip install --quiet pip-audit
+	build/audit/bin/pip-audit --strict --no-deps --disable-pip --requirement constraints.txt
 
 format: $(READY)
 	$(BIN)/ruff format .

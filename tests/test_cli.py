@@ -70,6 +70,10 @@ def test_sparsify_then_evaluate(base, tmp_path, capsys):
     main(["evaluate", str(tmp_path / "run"), "--data", str(tmp_path / "other.txt"), "--json", str(tmp_path / "o.json")])
     other = json.loads((tmp_path / "o.json").read_text())
     assert other[0]["loss"] != pytest.approx(rows[0]["loss"])
+    main(["evaluate", str(tmp_path / "run"), "--behaviour", str(tmp_path / "said")])
+    said = json.loads((tmp_path / "said" / "behaviour.json").read_text())
+    assert said["models"] == ["base", "control", "sparse"] and len(said["prompts"]) == 50
+    assert said["text"]["control"]["loss"] == pytest.approx(rows[1]["loss"])
 
 
 @pytest.mark.parametrize(

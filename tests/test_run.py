@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from sparselens.run import Metrics, Run, checkpoints, load_checkpoint, save_checkpoint, write_json
+from sparselens.checkpoints import checkpoints, load_checkpoint, save_checkpoint
+from sparselens.run import Metrics, Run, write_json
 
 
 def test_create_refuse_resume(tmp_path):

@@ -14,10 +14,11 @@ from models import tiny_model, tiny_tokenizer
 
 import sparselens as sl
 from sparselens import training
+from sparselens.checkpoints import checkpoints
 from sparselens.config import Sparsify, Training
 from sparselens.evaluate import measure
 from sparselens.huggingface import gate_biases, is_gated
-from sparselens.run import Metrics, checkpoints
+from sparselens.run import Metrics
 from sparselens.sparsification import _settings, _target
 
 TIMES = ("tokens_per_second",)
@@ -51,8 +52,9 @@ def base(tmp_path):
 
 
 QUICK = dict(
-    steps=12, batch=4, evaluate_every=4, evaluate_sequences=4, checkpoint_every=5, lr=1e-3, bias_lr=0.05, slack=1.0
-)
+    steps=12, batch=4, evaluate_every=4, evaluate_sequences=4, checkpoint_every=5, lr=1e-3, bias_lr=0.05, slack=1.0,
+    loss="cross-entropy", density=0.01,
+)  # fmt: skip
 
 
 def sparsify(base, out, **options):
@@ -102,6 +104,37 @@ def test_resume_is_bit_identical(base, tmp_path, options, monkeypatch):
     parts, _ = sparsify(base, tmp_path / "parts", resume=True, **options)
     assert lines(parts.path) == lines(whole.path)
     assert [r["loss"] for r in parts.read("evaluation.json")] == [r["loss"] for r in whole.read("evaluation.json")]
+
+
+def test_a_budget_trains_on_kl_and_is_judged_by_what_text_costs(base, tmp_path):
+    """The default. KL chooses the state; whether the target is met is a matter of cross-entropy."""
+    # 8 sequences are all that may steer: nothing to pair.
+    options = dict(loss="kl", density=0.3, evaluate_sequences=8, steps=80, batch=8, evaluate_every=10, bias_lr=0.1)
+    run, said = sparsify(base, tmp_path / "run", **options)
+    summary, evaluated = run.read("summary.json"), [line for line in lines(run.path) if "heldout_loss" in line]
+    costs = {line["step"]: line["heldout_cross_entropy"] for line in evaluated}
+    within = [line for line in evaluated if line["heldout_density"] <= 0.3]
+    assert summary["best_step"] == min(within, key=lambda line: line["heldout_loss"])["step"]
+    assert summary["target_of"] == "held-out loss" and "trained on KL to base" in said[1]
+    assert summary["met"] == (costs[summary["best_step"]] <= summary["target"])
+    base_loss = measure(sl.load(base)[0], Copying(), 0, 8).loss
+    assert summary["target"] == pytest.approx(base_loss + 0.01, abs=1e-5)
+    assert all(line["heldout_loss"] < 1 < line["heldout_cross_entropy"] for line in evaluated)
+    strict, _ = sparsify(base, tmp_path / "strict", target="0.5", **options)  # no KL is as large, every loss is larger
+    assert summary["met"] and not strict.read("summary.json")["met"]
+
+
+@pytest.mark.parametrize("options", [{}, {"lora": 2, "gradient_checkpointing": True, "loss": "kl"}], ids=str)
+def test_compiled_blocks_follow_the_plain_ones(base, tmp_path, options, monkeypatch):
+    """Traced by dynamo, without generating code, which would take a minute; and plain blocks again afterwards."""
+    plain, _ = sparsify(base, tmp_path / "plain", steps=4, **options)
+    whole, calls = torch.nn.Module.compile, []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: calls.append(self) or whole(self, backend="eager"))
+    fused, _ = sparsify(base, tmp_path / "fused", steps=4, compile="yes", **options)
+    assert len(calls) == (2 if "loss" not in options else 4), "the teacher's blocks, too"
+    assert all(block._compiled_call_impl is None for block in calls)
+    for a, b in zip(lines(plain.path), lines(fused.path), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5) and a["density"] == pytest.approx(b["density"], rel=1e-5)
 
 
 def test_gradient_checkpointing_follows_the_plain_run(base, tmp_path):
@@ -297,7 +330,7 @@ def test_lora_trains_adapters_and_gates_only(base, tmp_path):
 
 
 def test_kl_target_is_the_tolerance():
-    assert _target(Sparsify(loss="kl", tolerance=0.05), 3.0, None) == 0.05
+    assert _target(Sparsify(loss="kl", density=None, tolerance=0.05), 3.0, None) == 0.05
     assert _target(Sparsify(tolerance=0.05), 3.0, None) == pytest.approx(3.05)
     assert _target(Sparsify(target="control", tolerance=0.05), 3.0, 2.5) == pytest.approx(2.55)
     assert _target(Sparsify(target="2", tolerance=0.05), 3.0, None) == pytest.approx(2.05)

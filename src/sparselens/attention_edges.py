@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import processes
 from .curve import THRESHOLDS, Curve, log_sizes, refined_curve
 from .decoder import Decoder
 from .gating import allowed_pairs
@@ -23,6 +24,7 @@ from .record import start
 from .tasks.prompts import Prompts, of_common_length
 
 POINTS = 5  # masks at which gradients are taken
+MOST = 2000  # edges to list, best first
 
 
 def keep_in(kept: list[tuple[Tensor, Tensor]]) -> Callable[[int, Tensor, Tensor], Tensor]:
@@ -48,21 +50,26 @@ class AttentionPatcher:
         self.at_once = max(1, int(memory_mb * 2**20 / (40 * d.n_layers * d.n_heads * tokens**2 + 4e5)))
 
     def run(self, masks: "np.ndarray | Tensor", progress: Callable[[int], None] = lambda n: None) -> Tensor:
-        """The metric of every circuit on every prompt: masks [circuits, layer, head, query, key] -> [circuits, n]."""
+        """The metric of every circuit on every prompt: masks [circuits, layer, head, query, key] -> [circuits, n].
+
+        Several processes share the circuits; and the prompts, for the scores.
+        """
         masks = torch.as_tensor(masks).float()
-        out = torch.empty(len(masks), len(self.prompts), dtype=torch.float64)
+        out = torch.zeros(len(masks), len(self.prompts), dtype=torch.float64)
         with torch.no_grad():
             for some, part, clean, corrupted in self._parts():
-                for i, mask in enumerate(masks):
+                for i, mask in processes.mine(list(enumerate(masks))):
                     out[i, some] = self._metric(mask.to(clean), part, clean, corrupted).cpu()
                     if some.stop >= len(self.prompts):
-                        progress(1)
-        return out
+                        progress(processes.world())
+        return processes.total(out)
 
     def scores(self) -> np.ndarray:
         """[layer, head, query, key] fp64, averaged over prompts: positive where the edge raises the metric."""
         total = torch.zeros(self.shape, dtype=torch.float64)
-        for _, part, clean, corrupted in self._parts():
+        for _, part, clean, corrupted in self._parts(
+            self.prompts.take(slice(processes.rank(), None, processes.world()))
+        ):
             for i in range(POINTS):
                 mask = torch.full(self.shape, (i + 0.5) / POINTS, dtype=clean.dtype, device=clean.device)
                 mask.requires_grad_()
@@ -70,13 +77,26 @@ class AttentionPatcher:
                     metric = self._metric(mask, part, clean, corrupted).sum()
                     (gradient,) = torch.autograd.grad(metric, mask)
                 total += gradient.double().cpu()
-        return (total / len(self.prompts) / POINTS).numpy() * self.possible
+        return (processes.total(total) / len(self.prompts) / POINTS).numpy() * self.possible
 
-    def _parts(self) -> Iterator[tuple[slice, Prompts, Tensor, list[tuple[Tensor, Tensor]]]]:
+    @torch.no_grad()
+    def weights(self) -> np.ndarray:
+        """[layer, head, query, key]: what every edge weighs (softmax * gate) on the clean prompts, on average."""
+        total = torch.zeros(self.shape, dtype=torch.float64)
+        for _, _, clean, _ in self._parts():
+            kept: list[tuple[Tensor, Tensor]] = []
+            self._forward(clean, keep_in(kept))
+            total += torch.stack([weights.double().sum(0).cpu() for weights, _ in kept])
+        return (total / len(self.prompts)).numpy()
+
+    def _parts(
+        self, prompts: Prompts | None = None
+    ) -> Iterator[tuple[slice, Prompts, Tensor, list[tuple[Tensor, Tensor]]]]:
         """Prompts, their embeddings, and what the corrupted run attends to (weights, values) in every layer."""
-        for first in range(0, len(self.prompts), self.at_once):
+        prompts = prompts or self.prompts
+        for first in range(0, len(prompts), self.at_once):
             some = slice(first, first + self.at_once)
-            part = self.prompts.take(some)
+            part = prompts.take(some)
             begin, other = (start(self.decoder.model, ids, logits=False) for ids in (part.clean, part.corrupted))
             self.decoder.rotations = begin.rotations
             corrupted: list[tuple[Tensor, Tensor]] = []
@@ -126,13 +146,16 @@ def attention_curve(
 
     whole, nothing = patcher.run(np.stack([patcher.possible, np.zeros_like(patcher.possible)]), progress).numpy()
     found = refined_curve(log_sizes(alive, points).tolist() if alive else [], run, whole, nothing, n_edges)
-    top = order[: found.edges_at(0.9)][:2000]
+    weights = patcher.weights()
+    places = [np.unravel_index(at, scores.shape) for at in order[:MOST]]
     row = {
         "n_prompts": len(heldout), "length": length, "example": heldout.pairs[0].clean,
+        "tokens": [heldout.piece(int(token)) for token in heldout.clean[0]],
         "n_edges": n_edges, "n_alive": alive, "m_model": float(whole.mean()), "m_nothing": float(nothing.mean()),
         "curve": found.row(), "edges_at": {str(t): found.edges_at(t) for t in THRESHOLDS},
         "edges_at_interval": {str(t): list(found.edges_interval(t)) for t in THRESHOLDS},
-        "columns": ["layer", "head", "query", "key", "score"],
-        "circuit": [[*(int(i) for i in np.unravel_index(at, scores.shape)), float(scores.flat[at])] for at in top],
+        # Best first: a point of the curve is the first so many of them.
+        "columns": ["layer", "head", "query", "key", "score", "weight"],
+        "circuit": [[*map(int, at), float(scores[at]), float(weights[at])] for at in places],
     }  # fmt: skip
     return found, row

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .run import check_writable, write_json
+
 # batch, heads, kv_heads, tokens, d_head
 ISSUE = [(16, 12, 12, 1024, 64), (2, 32, 32, 2048, 128), (2, 32, 32, 4096, 64)]
 LONG = [(1, 32, 32, 8192, 64), (1, 16, 16, 16384, 64), (1, 32, 32, 8192, 128), (1, 16, 16, 16384, 128)]
@@ -27,6 +29,7 @@ def bench_kernels(quick: bool = False, json_path: str | Path | None = None, say:
 
     if not torch.cuda.is_available():
         raise ValueError("`bench kernels` measures CUDA kernels and found no CUDA device")
+    check_writable(None if json_path is None else Path(json_path))
     result: dict[str, Any] = {"environment": environment(), "rows": []}
     say(" ".join(f"{key}={value}" for key, value in result["environment"].items()))
     say(
@@ -66,8 +69,7 @@ def bench_kernels(quick: bool = False, json_path: str | Path | None = None, say:
             result[name] = train_step(batch)
             say(f"{name} {json.dumps(result[name])}")
     if json_path is not None:
-        Path(json_path).parent.mkdir(parents=True, exist_ok=True)
-        Path(json_path).write_text(json.dumps(result, indent=1) + "\n")
+        write_json(Path(json_path), result)
     return result
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .run import write_bytes
+from .run import read_json, reading, write_bytes
 
 QKV = "qkv"
 
@@ -290,10 +290,8 @@ class Circuit:
 
     @classmethod
     def load(cls, path: str | Path) -> "Circuit":
-        try:
-            return cls.from_mib(json.loads(Path(path).read_text()))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from error
+        with reading(path):
+            return cls.from_mib(read_json(Path(path)))
 
 
 def overlap(a: np.ndarray, b: np.ndarray) -> dict[str, float]:

@@ -5,19 +5,24 @@ from typing import Any
 
 import torch
 
+from . import processes
 from . import tasks as registry
 from .comparison import compare, table
 from .config import Search
 from .discovery import discover
 from .huggingface import load
-from .run import provenance, write_json
+from .run import check_folder, check_writable, provenance, write_json
 
 
 def discover_command(model: str, task: str, settings: Search, out: Path | None, json: Path | None) -> None:
     registry.find(task)  # before the model is loaded
-    _refuse_file(out)
+    check_folder(out)
+    check_writable(json)
+    processes.start()
     loaded, tokenizer = load(model, device="cuda" if torch.cuda.is_available() else "cpu")
     circuit = discover(loaded, tokenizer, task, settings=settings, show_progress=True)
+    if not processes.is_main():
+        return
     found = circuit.results | {"model": Path(model).stem if Path(model).exists() else model} | _about()
     print(
         f"\nmetric: {found['m_model']:.3f} on the prompts, {found['m_nothing']:.3f} on the corrupted ones "
@@ -56,7 +61,8 @@ def compare_command(
     out: Path | None,
     json: Path | None,
 ) -> None:
-    _refuse_file(out)
+    check_folder(out)
+    check_writable(json)
     result = compare(dense, sparse, tasks, control=control, settings=settings, show_progress=True)
     print("\n" + table(result))
     if json is not None:
@@ -75,8 +81,3 @@ def compare_command(
 
 def _about() -> dict[str, Any]:
     return {"provenance": provenance()}
-
-
-def _refuse_file(out: Path | None) -> None:
-    if out is not None and out.is_file():
-        raise ValueError(f"{out} is a file; --out needs a folder")

@@ -1,14 +1,18 @@
 """The command line: one function per command, its arguments and their comments are the help. Imports lazily."""
 
+import contextlib
 import dataclasses
+import io
 import os
+import re
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional
 
+from . import processes
 from .config import Search, Sparsify, Text, Trace, Transcode
 
 
@@ -49,22 +53,68 @@ class SparsifyCommand:
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluate:
-    """Held-out loss, KL to base and density of the base, control and sparse model of one or more Runs."""
+class PlanCommand:
+    """Memory, time and disk that `sparsify` with the same settings will need; refuses what cannot fit."""
 
-    runs: Positional[tuple[Path, ...]]
-    """Run folders made by sparsify."""
+    model: Positional[str]
+    """Hugging Face name, model folder, config.json or .gguf file; only the configuration is read."""
+    gpus: int | None = None
+    """GPUs to plan for; 0 for a CPU. Default: those of this machine."""
+    gpu_memory: float | None = None
+    """GiB of each. Default: this machine's, or 80."""
+    sharded: bool = False
+    """Weights, gradients and optimiser state divided among the GPUs (FSDP2) instead of copied to each (DDP)."""
+    tokens_per_second: float | None = None
+    """Speed of one GPU, if known. Default: measured here, or worked out for an H200 where there is no GPU."""
+    out: Path = Path()
+    """Where the Run will be: its disk must have room."""
+    settings: OmitArgPrefixes[Sparsify] = dataclasses.field(default_factory=Sparsify)
+    text: OmitArgPrefixes[Text] = dataclasses.field(default_factory=Text)
+
+    def __call__(self) -> None:
+        from .plan import plan
+
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        found = plan(**given)
+        print(found)
+        if found.problem():
+            raise ValueError(found.problem())
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluate:
+    """Base, control and sparse model of a Run side by side: held-out loss, KL, density; benchmarks; what they say."""
+
+    models: Positional[tuple[str, ...]]
+    """Runs made by sparsify, or models by name (Hugging Face name, folder, .gguf file)."""
     data: tuple[str, ...] = ()
     """Other text to evaluate on. Default: the Run's own held-out text."""
     sequences: int = 64
     """At most this many held-out sequences."""
+    benchmarks: tuple[str, ...] = ()
+    """Also ask these benchmarks' questions, through lm-eval: piqa,openbookqa,arc_easy or any other it knows."""
+    questions: Path | None = None
+    """Folder with the benchmarks' questions as files (NAME/SPLIT.jsonl). Default: the Hugging Face hub."""
+    limit: int | None = None
+    """Only the first so many questions of each benchmark, for a trial."""
+    behaviour: Path | None = None
+    """Also put what the models say side by side: behaviour.json and behaviour.md in this folder."""
+    prompts: Path | None = None
+    """For --behaviour: a file with one prompt per line. Default: fifty ordinary ones."""
+    tasks: tuple[str, ...] = ()
+    """For --behaviour: tasks, by name or as .jsonl files, to count right answers on."""
     json: Path | None = None
     """Also write the rows to this file."""
 
     def __call__(self) -> None:
         from .evaluate_runs import evaluate
 
-        evaluate(list(self.runs), data=list(self.data), sequences=self.sequences, json_path=self.json)
+        names = [name for group in self.benchmarks for name in group.split(",") if name]
+        evaluate(
+            list(self.models), data=list(self.data), sequences=self.sequences, benchmarks=names,
+            questions=self.questions, limit=self.limit, behaviour=self.behaviour, prompts=self.prompts,
+            tasks=list(self.tasks), json_path=self.json,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,6 +299,7 @@ class Bench:
 Command = (
     Annotated[Demo, tyro.conf.subcommand("demo")]
     | Annotated[SparsifyCommand, tyro.conf.subcommand("sparsify")]
+    | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
     | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
     | Annotated[DiscoverCommand, tyro.conf.subcommand("discover")]
     | Annotated[CompareCommand, tyro.conf.subcommand("compare")]
@@ -261,24 +312,69 @@ Command = (
 )
 
 
+DESCRIPTION = "Make a transformer's attention sparse without losing what it can do, and see what is left."
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Parse, run, and turn expected failures into one sentence and an exit code."""
-    command = tyro.cli(
-        Command,  # type: ignore[arg-type]
-        prog="sparselens",
-        description="Make a transformer's attention sparse without losing what it can do, and see what is left.",
-        args=arguments,
-        config=(tyro.conf.OmitSubcommandPrefixes,),
-    )
+    command = _parse(arguments)
+    prog = "sparselens" if processes.is_main() else f"sparselens, process {processes.rank()}"
     try:
+        if processes.world() > 1 and not isinstance(command, SparsifyCommand | TranscodeCommand | DiscoverCommand):
+            raise ValueError("only sparsify, transcode and discover use several processes; run this without a launcher")
         command()
+        processes.stop()
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
         if type(error).__name__ == "Interrupted":
-            print(f"sparselens: {error}", file=sys.stderr)
+            if processes.is_main():
+                print(f"sparselens: {error}", file=sys.stderr)
             sys.exit(130)
-        if isinstance(error, ValueError | OSError) and not os.environ.get("SPARSELENS_DEBUG"):
-            print(f"sparselens: {error}", file=sys.stderr)
+        if os.environ.get("SPARSELENS_DEBUG"):
+            raise
+        if isinstance(error, ValueError | OSError):
+            print(f"{prog}: {_one_line(error)}", file=sys.stderr)
+            sys.exit(2)
+        if isinstance(error, RuntimeError | MemoryError):
+            from .memory import out_of_memory
+
+            if out_of_memory(error):
+                advice = (
+                    "lower --batch or --micro-batch (training), --memory-mb (discover, trace), or the prompts' length"
+                )
+                print(f"{prog}: not enough memory; {advice} ({_one_line(error, 200)})", file=sys.stderr)
+                sys.exit(2)
+        if processes.world() > 1 and re.search("gloo|nccl|connection", str(error), re.IGNORECASE):
+            lost = "another process of this run has ended or cannot be reached; start them all again with --resume"
+            print(f"{prog}: {lost} ({_one_line(error, 200)})", file=sys.stderr)
             sys.exit(2)
         raise
+
+
+def _parse(arguments: list[str] | None) -> Any:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(
+                Command,  # type: ignore[arg-type]
+                prog="sparselens",
+                description=DESCRIPTION,
+                args=arguments,
+                config=(tyro.conf.OmitSubcommandPrefixes,),
+            )
+    except SystemExit:
+        # Where a setting refuses its value, the parser's frame around our sentence says nothing more.
+        text = " ".join(
+            line for line in said.getvalue().replace("│", " ").splitlines() if not set(line) <= set(" -─╭╮╰╯")
+        )
+        ours = re.search(r"Error parsing __tyro-dummy-inner__\S*: (.*?)\s+For full helptext", text)
+        print(f"sparselens: {' '.join(ours[1].split())}" if ours else said.getvalue().rstrip(), file=sys.stderr)
+        raise
+
+
+def _one_line(error: Exception, most: int = 1000) -> str:
+    """What went wrong, in one line that a terminal can show, whatever a file or an argument put into it."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+    return text if len(text) <= most else text[: most - 1] + "…"

@@ -9,7 +9,6 @@ positions, layers (lowest, highest), kinds (feature, error, token, position) and
 targets mostly by themselves) must all fit. A list names single nodes, of one transcoder and one prompt.
 """
 
-import json
 import unicodedata
 from collections import Counter
 from collections.abc import Container, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .graph import BIAS, KINDS, Graph
+from .run import read_json, reading
 
 QUOTES = frozenset("\"'`“”‘’„‚«»‹›″′")
 BRACKETS = frozenset("()[]{}<>⟨⟩（）［］｛｝「」『』【】")
@@ -105,10 +105,11 @@ def read_rules(path: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"no file {path}: expected clusters as JSON, name -> list of node ids or rule")
     try:
-        rules = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    check_rules(rules, str(path))
+        rules = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error.__cause__}") from None
+    with reading(path):
+        check_rules(rules, str(path))
     return rules
 
 

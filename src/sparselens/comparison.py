@@ -45,6 +45,8 @@ def compare(
     """
     settings = settings or Search()
     wanted = [tasks] if isinstance(tasks, str) else list(tasks)
+    if not wanted:
+        raise ValueError("no task to compare; name at least one with --tasks")
     found = [registry.find(task) for task in wanted]  # unknown names before any model is loaded
     if control is None and isinstance(sparse, str | Path) and (Path(sparse) / "control" / "model").is_dir():
         control = Path(sparse) / "control" / "model"

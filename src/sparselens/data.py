@@ -13,16 +13,20 @@ import glob
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import lzma
+import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from .run import write_json
+from .run import lock_file, read_json, reading, write_bytes, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
 
 SEPARATOR_LINE = "<|endoftext|>"  # a line of its own separates the documents of a .txt file
 PIECE = 1 << 20  # characters; longer documents are tokenised in pieces, so that no document must fit in memory
+PIECES_AT_ONCE = 32  # to tokenise
 SHARD = 1 << 24  # tokens per cache file
 HELDOUT_EVERY = 20  # every 20th document is kept from training until there is enough held-out text
 COMPRESSIONS = (".gz", ".xz", ".zst")
@@ -106,14 +111,12 @@ def read_documents(path: Path, field: str = "text") -> Iterator[tuple[str, bool]
             elif kind == ".jsonl":
                 for number, line in enumerate(io.TextIOWrapper(file, encoding="utf-8"), 1):
                     if line.strip():
-                        yield _field(json.loads(line), field, f"{path}, line {number}"), True
+                        yield _field(_json(line, f"{path}, line {number}"), field, f"{path}, line {number}"), True
             else:
                 yield from _documents_of_parquet(file, field, path)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from error
-    except (lzma.LZMAError, gzip.BadGzipFile, EOFError) as error:
+    except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise ValueError(f"{path} cannot be decompressed: {error}") from error
     except Exception as error:
         if type(error).__name__ == "ZstdError":
@@ -157,16 +160,28 @@ def _documents_of_parquet(file: IO[bytes], field: str, path: Path) -> Iterator[t
             for batch in table.iter_batches(columns=[field], batch_size=256):
                 for value in batch.column(0).to_pylist():
                     if value:
-                        yield value, True
-        except pa.ArrowInvalid as error:
+                        yield _field({field: value}, field, str(path)), True
+        except (pa.ArrowException, OSError) as error:
             raise ValueError(f"{path} is not a readable parquet file: {error}") from error
+
+
+def _json(line: str, where: str):
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON ({error})") from None
 
 
 def _field(record, field: str, where: str) -> str:
     if not isinstance(record, dict) or not isinstance(record.get(field), str):
         names = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise ValueError(f"{where}: no text in field {field!r}; found {names}. Choose one with --text-field")
-    return record[field]
+    text = record[field]
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a character, which JSON can hold and no tokenizer can read
+        text = text.encode("utf-8", "replace").decode()
+    return text
 
 
 def _dataset_documents(name: str, field: str) -> Iterator[tuple[str, bool]]:
@@ -212,10 +227,18 @@ class TokenCache:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.index = json.loads((folder / "index.json").read_text())
+        self.index = _read_index(folder)
 
     def shards(self, part: str) -> list[np.ndarray]:
-        return [np.load(self.folder / name, mmap_mode="r", allow_pickle=False) for name in self.index[part]]
+        """The tokens, not read yet. ValueError where a file is cut off, missing or not what was written."""
+        try:
+            with reading(self.folder / "index.json"):
+                found = [np.load(self.folder / name, mmap_mode="r", allow_pickle=False) for name in self.index[part]]
+                if sum(len(shard) for shard in found) != self.index["tokens"][part]:
+                    raise ValueError("tokens are missing")
+        except (OSError, ValueError) as error:
+            raise _damaged(self.folder, error) from error
+        return found
 
     @classmethod
     def build(
@@ -235,12 +258,38 @@ class TokenCache:
         index_path = folder / "index.json"
         index = {"train": [], "heldout": [], "pieces": 0, "documents": 0, "tokens": {"train": 0, "heldout": 0}}
         index |= {"complete": False, "separator": separator_id(tokenizer), "sources": sources}
-        if index_path.is_file():
-            index = json.loads(index_path.read_text())
-        if not index["complete"]:
+        if not (index_path.is_file() and _read_index(folder)["complete"]):
+            was_there = cache.is_dir()
             folder.mkdir(parents=True, exist_ok=True)
-            _tokenise(patterns, tokenizer, folder, index, need, heldout, field, progress)
+            lock = lock_file(folder / ".lock", wait=True)  # another run may be tokenising the same text
+            assert lock is not None
+            try:
+                if index_path.is_file():
+                    index = _read_index(folder)
+                if not index["complete"]:
+                    _tokenise(patterns, tokenizer, folder, index, need, heldout, field, progress)
+            finally:
+                (folder / ".lock").unlink(missing_ok=True)
+                lock.close()
+                with suppress(OSError):  # text that was refused leaves nothing
+                    folder.rmdir()
+                    if not was_there:
+                        cache.rmdir()
         return cls(folder)
+
+
+def _read_index(folder: Path) -> dict:
+    try:
+        index = read_json(folder / "index.json")
+        with reading("the index"):
+            assert index["separator"] >= 0 and isinstance(index["complete"], bool) and index["sources"]
+    except (ValueError, AssertionError) as error:
+        raise _damaged(folder, error) from error
+    return index
+
+
+def _damaged(folder: Path, why: object) -> ValueError:
+    return ValueError(f"the tokenised text in {folder} is damaged ({why}); remove that folder: it is made anew")
 
 
 def _fingerprint(patterns, tokenizer, need, heldout, field) -> tuple[str, list]:
@@ -248,7 +297,7 @@ def _fingerprint(patterns, tokenizer, need, heldout, field) -> tuple[str, list]:
     sources = []
     for pattern in patterns:
         if _is_local(pattern):
-            sources += [[str(p), p.stat().st_size, int(p.stat().st_mtime)] for p in find_files([pattern])]
+            sources += [[str(path), *_stamp(path)] for path in find_files([pattern])]
         else:
             sources.append([pattern])
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
@@ -256,13 +305,38 @@ def _fingerprint(patterns, tokenizer, need, heldout, field) -> tuple[str, list]:
     return hashlib.sha256(text.encode()).hexdigest()[:16], sources
 
 
-def _documents(patterns: list[str], field: str) -> Iterator[tuple[str, bool]]:
-    for pattern in patterns:
-        if _is_local(pattern):
-            for path in find_files([pattern]):
-                yield from read_documents(path, field)
-        else:
-            yield from _dataset_documents(pattern, field)
+def _stamp(path: Path) -> list[int]:
+    """[size, time of the last change]; nothing of a file that is not there."""
+    try:
+        return [path.stat().st_size, path.stat().st_mtime_ns]
+    except OSError:
+        return []
+
+
+def _documents(sources: list, field: str) -> Iterator[tuple[str, bool]]:
+    for name, *stamp in sources:
+        if not stamp:
+            yield from _dataset_documents(name, field)
+            continue
+        try:
+            yield from read_documents(Path(name), field)
+        except FileNotFoundError:
+            raise ValueError(f"{name} has disappeared") from None
+
+
+def _refuse_changed(sources: list, folder: Path) -> None:
+    """A file that changed while it was read has left tokens of neither the old nor the new text in the cache."""
+    changed = [name for name, *stamp in sources if stamp and _stamp(Path(name)) != stamp]
+    if changed:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise ValueError(f"{changed[0]} changed or disappeared while it was being read; start again when it is whole")
+
+
+def _encoded(pieces: Iterator[tuple[str, bool]], tokenizer) -> Iterator[tuple[list[int], bool]]:
+    """(token numbers, starts a new document) of each piece; many at a time, so that all cores have something to do."""
+    while batch := list(itertools.islice(pieces, PIECES_AT_ONCE)):
+        ids = tokenizer([text for text, _ in batch], add_special_tokens=False, verbose=False)["input_ids"]
+        yield from zip(ids, (fresh for _, fresh in batch), strict=True)
 
 
 def _tokenise(patterns, tokenizer, folder: Path, index: dict, need, heldout, field, progress) -> None:
@@ -278,36 +352,35 @@ def _tokenise(patterns, tokenizer, folder: Path, index: dict, need, heldout, fie
             if buffer:
                 tokens = np.concatenate(buffer)
                 file = f"{name}-{len(index[name]):05d}.npy"
-                with (folder / f".{file}.tmp").open("wb") as out:
-                    np.save(out, tokens, allow_pickle=False)
-                (folder / f".{file}.tmp").rename(folder / file)
+                content = io.BytesIO()
+                np.save(content, tokens, allow_pickle=False)
+                write_bytes(folder / file, content.getvalue())
                 index[name].append(file)
                 buffer.clear()
         write_json(folder / "index.json", index)
 
+    part = index.get("part", part)
     bar = tqdm(total=need, initial=index["tokens"]["train"], unit="tok", unit_scale=True, desc="tokenise",
                disable=not progress, leave=False)  # fmt: skip
-    part = index.get("part", part)
-    for number, (text, fresh) in enumerate(_documents(patterns, field)):
-        if number < done:
-            continue
-        if index["tokens"]["train"] >= need:
-            break
-        if fresh:
-            document += 1
-            wanted = index["tokens"]["heldout"] < heldout
-            part = "heldout" if wanted and document % HELDOUT_EVERY == 0 else "train"
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        tokens = np.asarray([separator, *ids] if fresh else ids, dtype=dtype)
-        buffers[part].append(tokens)
-        index["tokens"][part] += len(tokens)
-        bar.update(len(tokens) if part == "train" else 0)
-        index |= {"pieces": number + 1, "documents": document, "part": part}
-        if sum(map(len, buffers["train"])) + sum(map(len, buffers["heldout"])) >= SHARD:
-            flush()
-    bar.close()
+    with bar:
+        pieces = itertools.islice(_documents(index["sources"], field), done, None)
+        for number, (ids, fresh) in enumerate(_encoded(pieces, tokenizer), done):
+            if index["tokens"]["train"] >= need:
+                break
+            if fresh:
+                document += 1
+                wanted = index["tokens"]["heldout"] < heldout
+                part = "heldout" if wanted and document % HELDOUT_EVERY == 0 else "train"
+            tokens = np.asarray([separator, *ids] if fresh else ids, dtype=dtype)
+            buffers[part].append(tokens)
+            index["tokens"][part] += len(tokens)
+            bar.update(len(tokens) if part == "train" else 0)
+            index |= {"pieces": number + 1, "documents": document, "part": part}
+            if sum(map(len, buffers["train"])) + sum(map(len, buffers["heldout"])) >= SHARD:
+                flush()
     if index["tokens"]["train"] + index["tokens"]["heldout"] == 0:
         raise ValueError(f"no text found in {', '.join(patterns)}: every document is empty")
+    _refuse_changed(index["sources"], folder)
     index["complete"] = True
     flush()
 
@@ -332,8 +405,11 @@ class TextBatches:
         seed: int = 0,
         progress: bool = True,
     ):
-        self.length, self.seed = length, seed
+        self.length, self.seed, self.vocabulary = length, seed, len(tokenizer)
         self._orders: dict[int, np.ndarray] = {}  # epoch -> order of its sequences
+        for pattern in (*patterns, *(heldout_patterns or ())):
+            if _is_local(pattern):
+                find_files([pattern])  # a missing file before any is read
         take = 0 if heldout_patterns else heldout_tokens
         options = {"field": field, "progress": progress}
         self.cache = TokenCache.build(patterns, tokenizer, cache, need=need, heldout=take, **options)  # type: ignore
@@ -341,7 +417,9 @@ class TextBatches:
         self._train = self._rows(self.cache.shards("train"))
         if heldout_patterns:
             apart = TokenCache.build(heldout_patterns, tokenizer, cache, need=heldout_tokens, heldout=0, **options)  # type: ignore
-            self._heldout = self._rows(apart.shards("train"))
+            rows = self._rows(apart.shards("train"))
+            # Several files lie one after another, and the first sequences steer: all kinds of text should.
+            self._heldout = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
             self.sources = {"train": self.cache.index["sources"], "heldout": apart.index["sources"]}
         else:
             self._heldout = self._rows(self.cache.shards("heldout"))
@@ -374,6 +452,8 @@ class TextBatches:
 
         # Every sequence starts with the separator, also in mid-document: models lean on it as their first token.
         taken = np.stack([shard[first : first + self.length].astype(np.int64) for shard, first in rows])
+        if taken.max() >= self.vocabulary:
+            raise _damaged(self.cache.folder, f"token {taken.max()} of {self.vocabulary}")
         tokens = torch.from_numpy(np.concatenate([np.full((len(rows), 1), self.separator), taken], 1))
         inputs = tokens[:, :-1]
         position = torch.arange(self.length).expand_as(inputs)

@@ -25,7 +25,7 @@ from .figures import draw_flow
 from .figures_circuits import draw_all
 from .huggingface import is_gated, load, save
 from .report_commands import report
-from .run import Run
+from .run import Run, reading
 from .sparsification import sparsify_into
 from .trace_commands import trace_demo
 from .training import Stage, train
@@ -36,12 +36,20 @@ DENSE = Training(
     steps=1200, batch=128, lr=3e-3, decay=0.9, evaluate_every=250, evaluate_sequences=500, checkpoint_every=500
 )
 SPARSE = Sparsify(
+    loss="cross-entropy",
     density=None,
     tolerance=0.0015,
     slack=0.2,
     control=True,
     training=Training(
-        steps=1400, batch=128, lr=1e-3, decay=0.6, evaluate_every=25, evaluate_sequences=500, checkpoint_every=600
+        steps=1400,
+        batch=128,
+        lr=1e-3,
+        bias_lr=1e-2,
+        decay=0.6,
+        evaluate_every=25,
+        evaluate_sequences=500,
+        checkpoint_every=600,
     ),
 )
 
@@ -62,7 +70,8 @@ def demo(
     ):
         run = Run(out)
         say(f"{out} is complete; remove it to run the demo again.\n")
-        _tell(run, say)
+        with reading(out):
+            _tell(run, say)
         return run
     began = time.perf_counter()
     sparse_settings = dataclasses.replace(SPARSE, training=dataclasses.replace(SPARSE.training, seed=seed))

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from . import tasks
+from . import processes, tasks
 from .attention_edges import attention_curve
 from .circuit import Circuit
 from .config import Search
@@ -54,13 +54,15 @@ def discover(
 
     task: a registered name, a Task, or the path of a .jsonl file. Settings are those of config.Search; single ones may
     be given by name: discover(model, tokenizer, "ioi", prompts=32). The circuit returned is the smallest one that
-    explains 90 % of the effect and stays above.
+    explains 90 % of the effect and stays above. Several processes, each with the whole model, share the work.
     """
     settings = settings or Search()
     if method is not None:
         changes["method"] = method
     settings = dataclasses.replace(settings, **changes)
     found = tasks.find(task)
+    processes.start()
+    say, show_progress = processes.quiet(say), show_progress and processes.is_main()
     prompts = prepare([model], tokenizer, found, settings, say)
     return discover_on(model, found.name, *split(prompts), settings, show_progress=show_progress, say=say)
 
@@ -81,6 +83,7 @@ def prepare(
     if int(torch.stack([prompts.clean.max(), prompts.corrupted.max()]).max()) >= config.vocab_size:
         raise ValueError("the tokenizer has tokens this model does not know; load both from the same place")
     right = torch.stack([answered(model, prompts) for model in models]).all(0)
+    right = processes.total(right.int()) == processes.world()  # the same prompts everywhere
     n_right = int(right.sum())
     if n_right < FEWEST or n_right < len(prompts) / 4:
         raise ValueError(

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import processes
 from .data import Batches
 from .huggingface import is_gated
 
@@ -22,6 +23,7 @@ class Measurement:
     pairs: Tensor | None  # [n_layers] allowed (query, key) pairs per head
     queries: int  # tokens
     correct: Tensor  # [sequences] bool: every label is the most likely token
+    agreement: Tensor | None = None  # [sequences] share of positions with the base's likeliest token
 
     @property
     def loss(self) -> float:
@@ -37,10 +39,10 @@ class Measurement:
     def row(self, name: str, kind: str) -> dict[str, Any]:
         """One object of `sparselens evaluate --json`. A dense model has density 1."""
         row: dict[str, Any] = {"name": name, "kind": kind, "loss": self.loss, "sequences": len(self.losses)}
-        row["loss_standard_error"] = (
-            (self.losses.std() / len(self.losses) ** 0.5).item() if len(self.losses) > 1 else None
-        )
+        row["loss_standard_error"] = _standard_error(self.losses)
         row["kl_to_base"] = None if self.kl is None else self.kl.mean().item()
+        row["top1_agreement"] = None if self.agreement is None else self.agreement.mean().item()
+        row["agreement_standard_error"] = _standard_error(self.agreement)
         row["exact"] = self.correct.float().mean().item()
         if self.edges is None or self.pairs is None:
             return row | {"density": 1.0, "density_per_layer": None, "density_per_head": None, "edges_per_query": None}
@@ -52,6 +54,10 @@ class Measurement:
             # keys one head reads from one position, on average
             "edges_per_query": (self.edges.sum() / (self.queries * self.edges.numel())).item(),
         }
+
+
+def _standard_error(values: Tensor | None) -> float | None:
+    return None if values is None or len(values) < 2 else (values.std() / len(values) ** 0.5).item()
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -68,7 +74,7 @@ def token_kl(base: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
 def forward(model: nn.Module, batch: dict[str, Tensor], **options) -> Any:
     """Run the model on a batch: no cache (it would hide packing from transformers), edge counts where it has gates."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    if is_gated(model):
+    if is_gated(getattr(model, "module", model)):  # seen through DDP
         options = {"output_attentions": True} | options
     return model(**inputs, use_cache=False, **options)
 
@@ -84,36 +90,42 @@ def measure(
     base: nn.Module | None = None,
     autocast: AbstractContextManager | None = None,
 ) -> Measurement:
-    """Deterministic evaluation on held-out sequences start ... start + count - 1."""
+    """Deterministic evaluation on held-out sequences start ... start + count - 1, shared by all processes."""
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
-    losses, divergences, correct, queries = [], [], [], 0
-    edges, pairs = [], []
-    for first in range(start, start + count, micro_batch):
-        batch = batches.heldout(first, min(micro_batch, start + count - first))
+    gated = is_gated(model)
+    losses, divergences, agreement, correct = (torch.zeros(count, device=device) for _ in range(4))
+    queries = torch.zeros((), dtype=torch.int64, device=device)
+    record = torch.zeros((), dtype=torch.float64, device=device)
+    for first, n in processes.rounds(count, micro_batch):
+        # A process with nothing left to do keeps the others company: a split model needs all of them to run.
+        batch = batches.heldout(start + first, max(n, 1))
         batch = {name: value.to(device) for name, value in batch.items()}
         labels = batch["labels"]
         used = (labels != -100).sum(1)
+        mine = slice(first, first + n)
         with autocast or nullcontext():
             output = forward(model, batch)
-        losses.append(token_losses(output.logits, labels).sum(1) / used)
-        correct.append(((output.logits.argmax(-1) == labels) | (labels == -100)).all(1))
-        queries += labels.numel()
+        likeliest = output.logits.argmax(-1)
+        losses[mine] = (token_losses(output.logits, labels).sum(1) / used)[:n]
+        correct[mine] = ((likeliest == labels) | (labels == -100)).all(1)[:n].float()
+        queries += labels[:n].numel()
         if base is not None:
             with autocast or nullcontext():
                 reference = forward(base, batch).logits
-            divergences.append(token_kl(reference, output.logits, labels).sum(1) / used)
-        if is_gated(model):
-            record = torch.stack(output.attentions).double()  # [n_layers, batch, n_heads, 2]
-            edges.append(record[..., 0].sum(1))
-            pairs.append(record[:, :, 0, 1].sum(1))
+            divergences[mine] = (token_kl(reference, output.logits, labels).sum(1) / used)[:n]
+            agreement[mine] = (((likeliest == reference.argmax(-1)) & (labels != -100)).sum(1) / used)[:n]
+        if gated:
+            record = record + torch.stack(output.attentions)[:, :n].double().sum(1)  # [n_layers, n_heads, 2]
     model.train(was_training)
+    record = processes.total(record).cpu()
     return Measurement(
-        losses=torch.cat(losses).cpu(),
-        kl=torch.cat(divergences).cpu() if divergences else None,
-        edges=torch.stack(edges).sum(0).cpu() if edges else None,
-        pairs=torch.stack(pairs).sum(0).cpu() if pairs else None,
-        queries=queries,
-        correct=torch.cat(correct).cpu(),
+        losses=processes.total(losses).cpu(),
+        kl=processes.total(divergences).cpu() if base is not None else None,
+        edges=record[..., 0] if gated else None,
+        pairs=record[:, 0, 1] if gated else None,
+        queries=int(processes.total(queries)),
+        correct=processes.total(correct).cpu() > 0,
+        agreement=processes.total(agreement).cpu() if base is not None else None,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .huggingface import load, save
-from .run import Run, write_bytes
+from .run import Run, check_folder, reading, whole_folder, write_bytes
 
 ADAPTER = "adapter_config.json"
 
@@ -28,12 +28,15 @@ def export(run: str | Path, out: str | Path, merge: bool = True) -> Path:
     is_adapter = (source.path / "model" / ADAPTER).is_file()
     if not merge and not is_adapter:
         raise ValueError(f"the run {run} trained all weights: it has no adapter to export; leave out --adapter")
-    card = model_card(source, adapter=is_adapter and not merge)
+    check_folder(out)
+    with reading(source.path):
+        card = model_card(source, adapter=is_adapter and not merge)
     model, tokenizer = load(source.path)
     if is_adapter and merge:
         model = model.merge_and_unload()  # type: ignore[operator]
-    save(model, tokenizer, out)
-    write_bytes(out / "README.md", card.encode("utf-8", "replace"))
+    with whole_folder(out) as fresh:
+        save(model, tokenizer, fresh)
+        write_bytes(fresh / "README.md", card.encode("utf-8", "replace"))
     return out
 
 
@@ -49,7 +52,7 @@ def model_card(run: Run, adapter: bool = False) -> str:
     if not Path(str(config["model"])).exists() and str(config["model"]).count("/") <= 1:
         header["base_model"] = str(config["model"])
     met = "met its target" if summary["met"] else "did **not** meet its target"
-    quantity = "KL to base" if config["loss"] == "kl" else "held-out loss"
+    quantity = summary.get("target_of") or ("KL to base" if config["loss"] == "kl" else "held-out loss")
     sections = [
         "---\n" + yaml.safe_dump(header, allow_unicode=True).strip() + "\n---",
         f"# {name} with sparse attention",

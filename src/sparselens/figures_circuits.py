@@ -18,11 +18,11 @@ def draw_all(comparison: dict[str, Any], folder: str | Path, threshold: float = 
     for suffix in SUFFIXES:
         paths.append(folder / f"figure2.{suffix}")
         draw_curves(comparison, paths[-1], threshold)
-        if all("attention_edges" in model for row in comparison["tasks"].values() for model in row["models"].values()):
+        if has_tokens(comparison):
             paths.append(folder / f"figure2-tokens.{suffix}")
             draw_curves(by_token(comparison), paths[-1], threshold)
         for i, task in enumerate(comparison["tasks"]):
-            paths.append(folder / f"figure3{'' if i == 0 else f'-{task}'}.{suffix}")
+            paths.append(folder / f"figure3{'' if i == 0 else f'-{file_name(task)}'}.{suffix}")
             draw_circuits(comparison, task, paths[-1])
     return paths
 
@@ -35,8 +35,17 @@ def _save(figure, path: Path) -> None:
     plt.close(figure)
 
 
+def file_name(task: str) -> str:
+    """A task's name as part of a file's name: it may come from a file that others have written."""
+    return "".join(c if c.isalnum() or c in "-_" else "_" for c in task)[:80]
+
+
 def title_of(task: str) -> str:
     return {"ioi": "IOI", "ioi-long": "IOI Long"}.get(task, task.replace("-", " ").title())
+
+
+def has_tokens(comparison: dict[str, Any]) -> bool:
+    return all("attention_edges" in model for row in comparison["tasks"].values() for model in row["models"].values())
 
 
 def by_token(comparison: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,6 @@ positions), not at errors. Completeness score: the share of what enters each nod
 weighted by influence. Both as circuit-tracer defines them.
 """
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .run import write_json
+from .run import read_json, reading, write_json
 
 if TYPE_CHECKING:
     from .replacement import Replacement
@@ -282,11 +281,12 @@ class Graph:
         folder = Path(folder)
         if not (folder / "graph.json").is_file():
             raise ValueError(f"no graph at {folder}: expected graph.json and graph.safetensors, as Graph.save writes")
-        words = json.loads((folder / "graph.json").read_text())
-        if words.pop("format", None) != 1:
+        words = read_json(folder / "graph.json")
+        if not isinstance(words, dict) or words.pop("format", None) != 1:
             raise ValueError(f"{folder / 'graph.json'} is not a graph of format 1: trace the prompt again")
-        parts: dict[str, Any] = words | load_file(folder / "graph.safetensors")
-        return cls(**parts)
+        with reading(folder):
+            parts: dict[str, Any] = words | load_file(folder / "graph.safetensors")
+            return cls(**parts)
 
 
 def _largest(scores: Tensor, share: float) -> Tensor:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from . import processes
 from .circuit import Circuit
 from .gating import allowed_pairs
 from .record import capture, patch
@@ -36,14 +37,14 @@ class HeadPatcher:
 
     @torch.no_grad()
     def run(self, sets: list[list[tuple[int, int]]], progress: Callable[[int], None] = lambda n: None) -> Tensor:
-        """The metric of every set of kept heads on every prompt, [sets, n] fp64."""
+        """The metric of every set of kept heads on every prompt, [sets, n] fp64. Several processes share the sets."""
         layers = [f"a{layer}" for layer in range(self.dims.n_layers)]
-        out = torch.empty(len(sets), len(self.prompts), dtype=torch.float64)
+        out = torch.zeros(len(sets), len(self.prompts), dtype=torch.float64)
         for first in range(0, len(self.prompts), self.at_once):
             part = self.prompts.take(slice(first, first + self.at_once))
             with capture(self.model, layers) as corrupted:
                 self._logits(part.corrupted, part)
-            for i, kept in enumerate(sets):
+            for i, kept in processes.mine(list(enumerate(sets))):
                 mask = torch.zeros(self.dims.n_layers, self.dims.n_heads, 1, dtype=torch.bool, device=part.clean.device)
                 for layer, head in kept:
                     mask[layer, head] = True
@@ -56,8 +57,8 @@ class HeadPatcher:
                     logits = self._logits(part.clean, part)
                 out[i, first : first + len(part)] = part.score(logits.double()).cpu()
                 if first + len(part) == len(self.prompts):
-                    progress(1)
-        return out
+                    progress(processes.world())
+        return processes.total(out)
 
     def _logits(self, ids: Tensor, part: Prompts) -> Tensor:
         return part.at_reads(self.model(input_ids=ids, use_cache=False).logits)

@@ -7,7 +7,8 @@ sparselens stops with "attn_implementation=sparselens is not supported"; the sec
 
 Keyword arguments of `model(...)` that reach the gates:
     gate_sample   draw the gates (training) instead of opening them where G > 0
-    gate_seed     seed of the draw; layer, batch, head, query and key are mixed in
+    gate_seed     seed of the draw; layer, batch, head, query and key are mixed in. (seed, n): draw as the sequences of
+                  a larger batch would, from its n-th on
     gate_output   what comes back in `outputs.attentions[layer]` with output_attentions=True:
                   "edges" [batch, n_heads, 2]: open edges and allowed pairs (default); "pattern" and "margin"
                   [batch, n_heads, queries, keys]: gate * softmax, and G = S + b
@@ -35,14 +36,17 @@ from transformers.utils import logging as transformers_logging
 
 from .config import Gate
 from .gating import gated_attention, gated_pattern
-from .gating.noise import layer_seed
-from .run import fresh_folder, put_in_place
+from .gating.noise import later_seed, layer_seed
+from .run import read_json, reading, whole_folder
 from .sites import architecture, attention_modules, dimensions
 
 NAME = "sparselens"
+INDEX = "model.safetensors.index.json"  # which file has which weight, where there are several
+SAFE: Any = {"trust_remote_code": False}  # said aloud: left open, transformers asks the user to run a stranger's code
 ADAPTER_PREFIX = "sparselens:"  # marks an adapter's base so that plain peft cannot load it without its gates
 
 
+@torch.compiler.disable  # the seed changes with every step and layer: a compiled block calls this as it is
 def gated_attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -54,7 +58,7 @@ def gated_attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     gate_sample: bool = False,
-    gate_seed: int = 0,
+    gate_seed: int | tuple[int, int] = 0,
     gate_output: str = "edges",
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -67,6 +71,7 @@ def gated_attention_forward(
         )
     if dropout:
         raise ValueError(f"gated attention has no dropout (got {dropout}); set the config's attention dropout to 0")
+    seed, first = gate_seed if isinstance(gate_seed, tuple) else (gate_seed, 0)
     complete = attention_mask is not None and attention_mask.ndim == 4
     if complete and attention_mask.dtype != torch.bool:  # type: ignore[union-attr]
         attention_mask = attention_mask > torch.finfo(attention_mask.dtype).min / 2  # type: ignore
@@ -77,7 +82,7 @@ def gated_attention_forward(
         softcap=softcap,
         mask=attention_mask,
         sample=gate_sample,
-        seed=layer_seed(gate_seed, module.layer_idx),  # type: ignore[arg-type]
+        seed=later_seed(layer_seed(seed, module.layer_idx), first, query.shape[1]),  # type: ignore[arg-type]
         normalise=module.config.sparselens["normalise"],  # type: ignore[union-attr,index]
     )
     out, edges = gated_attention(query, key, value, bias, **options)
@@ -231,22 +236,37 @@ def load(
 
 
 def _load_folder(source: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    index = Path(source) / INDEX
+    if index.is_file():
+        with reading(index):
+            outside = [name for name in read_json(index)["weight_map"].values() if Path(name).name != name]
+        if outside:
+            raise ValueError(f"{index} names a file outside its folder: {outside[0]}")
     try:
-        config = AutoConfig.from_pretrained(source)
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
+        with _quiet():
+            config = AutoConfig.from_pretrained(source, **SAFE)
+            tokenizer = AutoTokenizer.from_pretrained(source, **SAFE)
+    except Exception as error:  # a damaged config or tokenizer shows as any kind of error
         raise ValueError(
             f"no model found at {source!r}: expected a Hugging Face name, a model folder, a Run or a .gguf file "
-            f"({str(error).splitlines()[0]})"
+            f"({_first_line(error)})"
         ) from error
     settings = getattr(config, "sparselens", None)
+    if settings is not None and (not isinstance(settings, dict) or settings.get("normalise") not in ("all", "open")):
+        raise ValueError(f"the settings of the gates in {source!r} are damaged: {settings!r}")
     # The dense weights are loaded first, knowingly; the gates follow, and a missing one is an error.
     options = {"attn_implementation": "eager"} if settings else {}  # the one every family has
     try:
         with _quiet():
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), **options)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source, dtype=getattr(torch, dtype), use_safetensors=True, output_loading_info=True, **SAFE, **options
+            )
+            model, report = loaded
     except Exception as error:  # safetensors, OSError and shape errors: all mean the same to the caller
-        raise ValueError(f"the weights at {source!r} cannot be read: {error}") from error
+        pickled = any(Path(source).glob("*.bin")) and not any(Path(source).glob("*.safetensors"))
+        hint = "; pickled weights (.bin) are never read, convert them to safetensors" if pickled else ""
+        raise ValueError(f"the weights at {source!r} cannot be read: {_first_line(error)}{hint}") from error
+    _refuse_incomplete(model, report, source)
     if settings:
         del model.config.sparselens
         install_gates(model, Gate(normalise=settings["normalise"]))
@@ -254,14 +274,32 @@ def _load_folder(source: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTo
     return model, tokenizer
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _refuse_incomplete(model: PreTrainedModel, report: dict[str, Any], source: str) -> None:
+    """transformers fills missing weights with random ones, and a NaN spoils every number that comes after it."""
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(f"the weights at {source!r} are not complete: {len(missing)} missing, first {missing[0]}")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) and not 0 <= module.p <= 1:
+            raise ValueError(f"the config of {source!r} says dropout {module.p}: expected a share between 0 and 1")
+    bad = next((name for name, p in model.named_parameters() if not p.isfinite().all()), None)
+    if bad is not None:
+        raise ValueError(f"the weights at {source!r} hold NaN or infinite numbers, first in {bad}; they are damaged")
+
+
 def _read_gates(source: str) -> dict[str, Tensor]:
     """Every `gate_bias` tensor in the safetensors files of a folder or hub repository."""
-    import json
-
     from safetensors import safe_open
 
-    index = cached_file(source, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
-    names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values())) if index else ["model.safetensors"]
+    index = cached_file(source, INDEX, _raise_exceptions_for_missing_entries=False)
+    names = ["model.safetensors"]
+    if index:
+        with reading(index):
+            names = sorted(set(read_json(Path(index))["weight_map"].values()))
     found: dict[str, Tensor] = {}
     for name in names:
         with safe_open(cached_file(source, name), framework="pt") as file:  # type: ignore[arg-type]
@@ -279,6 +317,8 @@ def _restore_gates(model: nn.Module, saved: dict[str, Tensor]) -> None:
         )
     with torch.no_grad():
         for name, parameter in mine.items():
+            if saved[name].shape != parameter.shape or not saved[name].isfinite().all():
+                raise ValueError(f"the gates {name} are damaged: expected {len(parameter)} finite numbers")
             parameter.copy_(saved[name])
 
 
@@ -290,9 +330,12 @@ def _load_gguf(path: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedToken
     except ImportError:
         raise ValueError("reading .gguf files needs the gguf package: pip install 'sparselens[gguf]'") from None
     folder, name = str(path.parent), path.name
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    with _quiet():
-        loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=getattr(torch, dtype))
+    try:
+        with _quiet():
+            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, **SAFE)
+            loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=getattr(torch, dtype), **SAFE)
+    except Exception as error:
+        raise ValueError(f"{path} is not a readable GGUF file: {_first_line(error)}") from error
     # transformers refuses to save a model that came from a gguf file; a fresh one of the same config is just a model.
     config = AutoConfig.for_model(**{k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"})
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
@@ -307,22 +350,31 @@ def _load_adapter(path: Path, dtype: str) -> tuple[Any, PreTrainedTokenizerBase]
     from peft import PeftConfig, PeftModel
     from safetensors.torch import load_file
 
-    config = PeftConfig.from_pretrained(str(path))
+    try:
+        config = PeftConfig.from_pretrained(str(path))
+    except Exception as error:
+        raise ValueError(f"{path / 'adapter_config.json'} is damaged: {_first_line(error)}") from error
     name = config.base_model_name_or_path
-    if not name or not name.startswith(ADAPTER_PREFIX):
+    if not isinstance(name, str) or not name.startswith(ADAPTER_PREFIX):
         raise ValueError(
             f"{path} holds a plain PEFT adapter without gates; sparselens.save() writes adapters with them"
         )
     base, tokenizer = load(name.removeprefix(ADAPTER_PREFIX), dtype=dtype)
-    if not (path / "gates.safetensors").is_file():
-        raise ValueError(f"{path} lacks gates.safetensors; refusing to load a sparse adapter without its gates")
-    import json
-
-    settings = json.loads((path / "gates.json").read_text())
-    install_gates(base, Gate(normalise=settings["normalise"]))
-    _restore_gates(base, load_file(path / "gates.safetensors"))
+    for file in ("gates.safetensors", "gates.json", "adapter_model.safetensors"):
+        if not (path / file).is_file():  # without the last, peft would take a pickle in its place
+            raise ValueError(f"{path} lacks {file}; refusing to load a sparse adapter without its gates")
+    with reading(path / "gates.json"):
+        settings = read_json(path / "gates.json")
+        if settings is not None:  # as it is for the adapter of a dense control, which was saved without gates
+            install_gates(base, Gate(normalise=settings["normalise"]))
     config.base_model_name_or_path = name.removeprefix(ADAPTER_PREFIX)
-    return PeftModel.from_pretrained(base, str(path), config=config), tokenizer  # type: ignore[arg-type]
+    try:
+        gates = load_file(path / "gates.safetensors")
+        model = PeftModel.from_pretrained(base, str(path), config=config)  # type: ignore[arg-type]
+    except Exception as error:  # safetensors' own error, or shapes that do not fit the base
+        raise ValueError(f"the adapter in {path} cannot be read: {_first_line(error)}") from error
+    _restore_gates(base, gates)
+    return model, tokenizer
 
 
 def save(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path) -> Path:
@@ -331,15 +383,14 @@ def save(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: st
     The folder appears whole or not at all: it is written beside its final place and then renamed.
     """
     folder = Path(folder)
-    fresh = fresh_folder(folder)
-    with _quiet():
-        if hasattr(model, "peft_config"):
-            _save_adapter(model, fresh)
-        else:
-            model.save_pretrained(fresh)  # type: ignore[operator]
-    if tokenizer is not None:
-        tokenizer.save_pretrained(fresh)
-    put_in_place(fresh, folder)
+    with whole_folder(folder) as fresh:
+        with _quiet():
+            if hasattr(model, "peft_config"):
+                _save_adapter(model, fresh)
+            else:
+                model.save_pretrained(fresh)  # type: ignore[operator]
+        if tokenizer is not None:
+            tokenizer.save_pretrained(fresh)
     return folder
 
 
@@ -366,7 +417,7 @@ def _save_adapter(model: Any, folder: Path) -> None:
     # PEFT renames modules it wraps, but the gates sit on attention modules, which it does not touch.
     gates = {n: p.detach().cpu().contiguous() for n, p in base.named_parameters() if n.endswith(".gate_bias")}
     save_file(gates, folder / "gates.safetensors")
-    (folder / "gates.json").write_text(json.dumps(base.config.sparselens))
+    (folder / "gates.json").write_text(json.dumps(getattr(base.config, "sparselens", None)))
 
 
 class _quiet:

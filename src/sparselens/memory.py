@@ -74,3 +74,11 @@ class PeakMemory(TorchDispatchMode):
         self.alive = {key: value for key, value in self.alive.items() if not value[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
         return out
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether this says that memory ran out, on a GPU or in PyTorch's and Python's words for a CPU."""
+    words = ("not enough memory", "can't allocate memory", "cannot allocate memory", "out of memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+    )

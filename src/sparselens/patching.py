@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import processes
 from .decoder import Decoder
 from .record import start
 from .tasks.prompts import Prompts
@@ -104,6 +105,8 @@ class Patcher:
         wanted = self._ask_model()
         self._base = self._prepare_base()
         self.m_model, self.m_nothing, self.checks = self._check(wanted)
+        # All processes have computed these; from here on they compare with the very same numbers.
+        self.m_model, self.m_nothing = processes.mean(self.m_model), processes.mean(self.m_nothing)
 
     def _ask_model(self, at_once: int = 32) -> tuple[Tensor, Tensor]:
         """The model's own logits at the reads, clean and corrupted [n, reads, vocabulary]; keeps its embeddings."""
@@ -148,16 +151,16 @@ class Patcher:
     def run(self, masks: "np.ndarray | Tensor", progress: Callable[[int], None] = lambda n: None) -> Tensor:
         """The metric of every circuit on every prompt: masks [circuits, readers, writers] -> [circuits, n], fp64.
 
-        Masks may be fractional: an edge then carries that share of the difference.
+        Masks may be fractional: an edge then carries that share of the difference. Several processes share the work.
         """
         masks = torch.as_tensor(masks)
         masks = masks if masks.is_floating_point() else masks.float()
         order = sorted(range(len(masks)), key=lambda i: float(masks[i].count_nonzero()))  # alike circuits share passes
-        out = torch.empty(len(masks), len(self.prompts), dtype=torch.float64)
-        for group in self._groups(masks, order):
+        out = torch.zeros(len(masks), len(self.prompts), dtype=torch.float64)
+        for group in self._groups(masks, processes.mine(order)):
             out[group] = self._run(masks[group])
-            progress(len(group))
-        return out
+            progress(len(group) * processes.world())
+        return processes.total(out)
 
     def _groups(self, masks: Tensor, order: list[int]) -> list[list[int]]:
         """Circuits to run together, as many as the memory allows with all prompts in one batch."""

@@ -9,46 +9,139 @@ Files appear whole or not at all: they are written under another name, flushed t
 """
 
 import fcntl
-import hashlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
+
+from . import processes
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
+
+
+DEVICES = Path("/dev")
+
+
+# ---- files and folders that are whole or not there -------------------------------------------------------------------
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON so that a reader never sees half of it, not even after a power cut."""
-    write_bytes(path, (json.dumps(value, indent=1, ensure_ascii=False, default=str) + "\n").encode())
+    text = json.dumps(value, indent=1, ensure_ascii=False, default=str) + "\n"
+    # Half a character (a file name that is not UTF-8, a broken prompt) becomes the escape that JSON has for it.
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def write_bytes(path: Path, content: bytes) -> None:
+    if path.absolute().parent == DEVICES:  # /dev/stdout is not a name to put a file under
+        with path.open("wb") as file:
+            file.write(content)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    try:
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:  # never through a link that somebody has put there
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; ValueError naming the file where it is not JSON."""
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+@contextmanager
+def reading(what: Any) -> Iterator[None]:
+    """What is wrong inside readable files (a missing key, a text for a number) as one sentence, not as a traceback."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{what} does not hold what was expected ({why}); it is damaged or not ours") from error
+
+
+def check_writable(*paths: Path | None) -> None:
+    """ValueError, before any work, for a file that could not be written afterwards."""
+    for path in paths:
+        if path is None:
+            continue
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder; expected the name of a file")
+        if path.absolute().parent != DEVICES:
+            _check_place(path.absolute().parent)
+
+
+def check_folder(path: Path | None) -> None:
+    """ValueError, before any work, for a folder that could not be written into afterwards."""
+    if path is None:
+        return
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file; --out needs a folder")
+    _check_place(path.absolute())
+
+
+def _check_place(folder: Path) -> None:
+    """The nearest folder on the way that exists must be a folder, and ours to write to."""
+    place = next(path for path in (folder, *folder.parents) if path.exists())
+    if not place.is_dir():
+        raise ValueError(f"cannot write to {folder}: {place} is a file")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ValueError(f"cannot write to {folder}: no permission, or a read-only disk")
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write into that gets its name when all is in it; on a full disk nothing is left of it."""
+    from safetensors import SafetensorError  # which is what a full disk is called there
+
+    fresh = fresh_folder(folder)
+    try:
+        yield fresh
+        put_in_place(fresh, folder)
+    except BaseException as error:
+        shutil.rmtree(fresh, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise OSError(f"could not write {folder} ({error}); free some space, then try again") from error
+        raise
 
 
 def fresh_folder(folder: Path) -> Path:
     """Where to write a folder that shall appear whole or not at all; `put_in_place` then gives it its name."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(fresh, ignore_errors=True)
-    return fresh
+    shutil.rmtree(fresh_name(folder), ignore_errors=True)
+    return fresh_name(folder)
+
+
+def fresh_name(folder: Path) -> Path:
+    """What a folder is called while it is being written."""
+    return folder.with_name(f".{folder.name}.tmp")
 
 
 def put_in_place(fresh: Path, folder: Path) -> None:
-    """Give a finished folder its name; one that has it already makes way."""
+    """Give a finished folder its name, its files on the disk; one that has the name already makes way."""
+    for path in fresh.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
     if not folder.exists():
         fresh.rename(folder)
         return
@@ -57,6 +150,38 @@ def put_in_place(fresh: Path, folder: Path) -> None:
     folder.rename(old)
     fresh.rename(folder)
     shutil.rmtree(old)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a process that was killed while writing has left behind. Only the one that holds the lock may."""
+    for path in [*folder.rglob(".*.tmp"), *folder.rglob(".*.old")]:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+# ---- the Run ---------------------------------------------------------------------------------------------------------
+
+
+def lock_file(path: Path, wait: bool = False) -> IO[str] | None:
+    """The lock file, held until it is closed or the process dies; None where another process has it (and not `wait`).
+
+    Whoever is done unlinks the file before closing it. A lock on a file that has lost its name in the meantime
+    protects nothing, so it is taken again on the one that has the name now.
+    """
+    while True:
+        file = path.open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        except BlockingIOError:
+            file.close()
+            return None
+        except FileNotFoundError:
+            pass
+        file.close()
 
 
 def provenance() -> dict[str, Any]:
@@ -70,7 +195,7 @@ def provenance() -> dict[str, Any]:
     commit = subprocess.run(
         ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
-    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     return {"versions": versions, "python": platform.python_version(), "commit": commit or None, "command": command}
 
 
@@ -81,36 +206,64 @@ class Run:
         self.path = Path(path)
         if not (self.path / "run.json").is_file():
             raise ValueError(f"{path} is not a Run (it has no run.json)")
-        try:
-            self.record: dict[str, Any] = json.loads((self.path / "run.json").read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{self.path / 'run.json'} is damaged: {error}") from error
-        self._lock: Any = None
+        self.record: dict[str, Any] = read_json(self.path / "run.json")
+        parts = self.record if isinstance(self.record, dict) else {}
+        if not isinstance(parts.get("kind"), str) or not isinstance(parts.get("config"), dict):
+            raise ValueError(f"{self.path / 'run.json'} is damaged: expected an object with kind and config")
+        self._lock: IO[str] | None = None
 
     @classmethod
     def create(cls, path: Path | str, kind: str, config: dict[str, Any], resume: bool = False) -> "Run":
-        """Start a Run in an empty folder, or, with `resume`, open the one that was started with the same settings."""
+        """Start a Run in an empty folder, or, with `resume`, open the one that was started with the same settings.
+
+        Of several processes, the main one does that; the others only read.
+        """
+        path = Path(path)
+        return processes.main_first(
+            lambda: cls._create(path, kind, config, resume) if processes.is_main() else cls(path)
+        )
+
+    @classmethod
+    def _create(cls, path: Path, kind: str, config: dict[str, Any], resume: bool) -> "Run":
+        cls.check(path, resume)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = lock_file(path / ".lock")
+        except OSError as error:
+            raise ValueError(f"cannot write to {path}: {error.strerror}") from error
+        if lock is None:
+            raise ValueError(f"another process is writing to {path}; wait for it or choose another --out")
+        try:
+            cls.check(path, resume)  # again: another process may have finished in between
+            sweep(path)
+            if (path / "run.json").is_file():
+                cls(path)._refuse_other(kind, config)
+            else:
+                write_json(path / "run.json", {"kind": kind, "config": config, "provenance": provenance()})
+            run = cls(path)
+        except BaseException:
+            (path / ".lock").unlink(missing_ok=True)
+            lock.close()
+            raise
+        run._lock = lock
+        return run
+
+    @classmethod
+    def check(cls, path: Path | str, resume: bool = False) -> None:
+        """ValueError where `create` will refuse the folder, whatever the settings are. Writes nothing."""
         path = Path(path)
         if (path / "run.json").is_file():
-            run = cls(path)
+            cls(path)
             if not resume:
                 raise ValueError(f"{path} already holds a run; continue it with --resume or choose another --out")
-            run._refuse_other(kind, config)
-        else:
-            if path.exists() and not path.is_dir():
-                raise ValueError(f"{path} is a file; --out needs a folder")
-            if path.is_dir() and any(path.iterdir()):
-                raise ValueError(f"{path} is not empty and holds no run; choose another --out")
-            if resume:
-                raise ValueError(f"nothing to resume: {path} holds no run")
-            try:
-                path.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ValueError(f"cannot write to {path}: {error.strerror}") from error
-            write_json(path / "run.json", {"kind": kind, "config": config, "provenance": provenance()})
-            run = cls(path)
-        run.lock()
-        return run
+            return
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{path} is a file; --out needs a folder")
+        # Killed before its first file was whole, a run leaves these: nothing is lost by starting over them.
+        if path.is_dir() and any(found.name not in (".lock", ".run.json.tmp") for found in path.iterdir()):
+            raise ValueError(f"{path} is not empty and holds no run; choose another --out")
+        if resume and not path.is_dir():
+            raise ValueError(f"nothing to resume: {path} holds no run")
 
     def _refuse_other(self, kind: str, config: dict[str, Any]) -> None:
         before = self.record["config"]
@@ -122,38 +275,29 @@ class Run:
                 f"{self.path} holds another run ({differs}); resume with its settings or choose another --out"
             )
 
-    def lock(self) -> None:
-        """Refuse to share the folder with a second process. The lock dies with the process that holds it."""
-        self._lock = (self.path / ".lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(
-                f"another process is writing to {self.path}; wait for it or choose another --out"
-            ) from None
-
     def unlock(self) -> None:
         if self._lock is not None:
+            (self.path / ".lock").unlink(missing_ok=True)  # before it is free: see lock_file
             self._lock.close()
             self._lock = None
-            (self.path / ".lock").unlink(missing_ok=True)
 
     def write(self, name: str, value: Any) -> Path:
-        write_json(self.path / name, value)
+        if processes.is_main():
+            write_json(self.path / name, value)
         return self.path / name
 
     def read(self, name: str) -> Any:
         path = self.path / name
         if not path.is_file():
             raise ValueError(f"{self.path} has no {name}; the run did not get that far")
-        return json.loads(path.read_text())
+        return read_json(path)
 
 
 class Metrics:
     """metrics.jsonl: one flushed line per call; on resume, lines after the checkpoint are dropped."""
 
     def __init__(self, folder: Path, after_step: int | None = None):
-        self.path = folder / "metrics.jsonl"
+        self.path = folder / "metrics.jsonl" if processes.is_main() else Path(os.devnull)
         if after_step is not None and self.path.is_file():
             kept = [line for line in self.read(folder) if line["step"] <= after_step]
             write_bytes(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
@@ -170,75 +314,11 @@ class Metrics:
     def read(folder: Path) -> list[dict[str, Any]]:
         """Every whole line; a last line cut off by a crash is not one."""
         lines = []
-        for line in (folder / "metrics.jsonl").read_text().splitlines():
+        for line in (folder / "metrics.jsonl").read_bytes().splitlines():
             try:
-                lines.append(json.loads(line))
-            except json.JSONDecodeError:
+                values = json.loads(line)
+            except (ValueError, RecursionError):
                 continue
+            if isinstance(values, dict) and isinstance(values.get("step"), int):
+                lines.append(values)
         return lines
-
-
-# ---- checkpoints: tensors in safetensors, everything else in JSON, checksums over both -------------------------------
-
-
-def save_checkpoint(
-    folder: Path, step: int, tensors: "dict[str, Tensor]", state: dict[str, Any], keep: int = 2
-) -> Path:
-    """Publish `folder/step-N` atomically and drop all but the newest ones. A full disk costs only the new one."""
-    from safetensors.torch import save_file
-
-    final = folder / f"step-{step:08d}"
-    temporary = folder / f".step-{step:08d}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(whole, temporary / "state.safetensors")
-        (temporary / "state.json").write_text(json.dumps(state))
-        sums = {name: _checksum(temporary / name) for name in ("state.safetensors", "state.json")}
-        write_json(temporary / "checksums.json", sums)
-    except Exception as error:  # OSError, or safetensors' own error for a full disk
-        shutil.rmtree(temporary, ignore_errors=True)
-        kept = [path.name for path in checkpoints(folder)]
-        raise OSError(
-            f"could not write the checkpoint of step {step} ({error}); "
-            f"{'kept ' + kept[0] if kept else 'none was written before'}. Free some space and continue with --resume."
-        ) from error
-    if final.exists():
-        shutil.rmtree(final)
-    temporary.rename(final)
-    for old in checkpoints(folder)[keep:]:
-        shutil.rmtree(old, ignore_errors=True)
-    return final
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Published checkpoints, newest first."""
-    return sorted((path for path in folder.glob("step-*") if path.is_dir()), reverse=True)
-
-
-def load_checkpoint(folder: Path) -> "tuple[dict[str, Tensor], dict[str, Any], list[str]] | None":
-    """(tensors, state, complaints) of the newest checkpoint that is whole, or None if there was never one.
-
-    A damaged checkpoint is passed over with a complaint; when all are damaged, ValueError.
-    """
-    from safetensors.torch import load_file
-
-    complaints: list[str] = []
-    for path in checkpoints(folder):
-        try:
-            sums = json.loads((path / "checksums.json").read_text())
-            wrong = [name for name, expected in sums.items() if _checksum(path / name) != expected]
-            if wrong or set(sums) != {"state.safetensors", "state.json"}:
-                raise ValueError(f"checksum mismatch in {', '.join(wrong) or 'its list of files'}")
-            return load_file(path / "state.safetensors"), json.loads((path / "state.json").read_text()), complaints
-        except (OSError, ValueError) as error:
-            complaints.append(f"{path} is damaged ({error}); trying the one before")
-    if complaints:
-        raise ValueError("no checkpoint can be read: " + "; ".join(complaints))
-    return None
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

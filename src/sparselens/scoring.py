@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import processes
 from .decoder import Decoder
 from .memory import SLICES, WRITERS_AT_ONCE
 from .patching import Patcher
@@ -53,21 +54,26 @@ def eap(
     progress: Callable[[int], None] = lambda n: None,
     path: Path = "whole",
 ) -> np.ndarray:
-    """EAP (steps=0: gradient on the clean prompt) or EAP-IG scores, [readers, writers] fp64."""
+    """EAP (steps=0: gradient on the clean prompt) or EAP-IG scores, [readers, writers] fp64.
+
+    Several processes share the prompts; the scores are the same in all of them.
+    """
     c = decoder.components
     points = path_points(steps, path)
     scores = torch.zeros(len(points), c.n_readers, c.n_writers, dtype=torch.float64)
     products = torch.zeros(c.n_writers, c.n_writers, dtype=torch.float64)
     prompts = prompts.to(next(decoder.model.parameters()).device)
-    for first in range(0, len(prompts), n_at_once):
-        part = prompts.take(slice(first, first + n_at_once))
+    own = prompts.take(slice(processes.rank(), None, processes.world()))
+    for first in range(0, len(own), n_at_once):
+        part = own.take(slice(first, first + n_at_once))
         clean, corrupted = _embeddings(decoder, part)
         differences = _differences(decoder, clean, corrupted)
         if len(points) > 1 and path == "own":
             _writer_products(decoder, differences, products)
         for point, at_point in zip(points, scores, strict=True):
             _score_once(decoder, part, clean * point + corrupted * (1 - point), differences, at_point)
-            progress(len(part))
+            progress(len(part) * processes.world())
+    scores, products = processes.total(scores), processes.total(products)
     if len(points) > 1 and path == "own":
         scores *= torch.from_numpy(stretch_weights(reader_shares(c.possible, products.numpy()), points))
     else:

@@ -107,6 +107,9 @@ def architecture(config) -> Architecture:
 def dimensions(config) -> Dimensions:
     """The sizes every room speaks of, under one set of names."""
     n_heads = config.num_attention_heads
+    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"the model's config says {name}={getattr(config, name)}: expected at least 1")
     return Dimensions(
         n_layers=config.num_hidden_layers,
         n_heads=n_heads,

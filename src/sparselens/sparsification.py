@@ -6,8 +6,8 @@
 4. evaluate base, control and sparse side by side on the held-out sequences that steered nothing
 """
 
+import copy
 import dataclasses
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from . import processes
 from .config import Sparsify, Text, Training
 from .constraint import Budget, Constraint
 from .data import Batches, TextBatches
 from .evaluate import Measurement, measure
 from .huggingface import gate_biases, install_gates, is_gated, load, save
+from .plan import refuse_full_disk
 from .run import Metrics, Run
-from .sites import architecture, dimensions
+from .sites import architecture, blocks, dimensions
 from .training import Best, Stage, precision_of, train
 
 STEERING_SHARE = 4  # one held-out sequence in this many may steer
@@ -46,6 +48,10 @@ def sparsify(
     overrides: fields of `Sparsify`, `Training` or `Text` by name, e.g. steps=500, length=256, control=True.
     """
     settings, text = _settings(settings or Sparsify(), text or Text(), overrides)
+    processes.micro_batch(settings.training.batch, settings.training.micro_batch, text.length)
+    processes.start()
+    say = processes.quiet(say)
+    processes.on_main(lambda: Run.check(out, resume))
     base, tokenizer = load(model)
     if is_gated(base):
         raise ValueError(f"{model} is already sparse; start from a dense model")
@@ -56,7 +62,7 @@ def sparsify(
         raise ValueError(f"sequences of {length} tokens are longer than the {longest} this model allows (--length)")
     patterns = [data] if isinstance(data, str) else list(data) if isinstance(data, list) else []
     batches = _text_batches(patterns, tokenizer, settings, text) if isinstance(data, str | list) else data
-    _refuse_full_disk(Path(out), base, settings)
+    refuse_full_disk(Path(out), base.config, settings)
     asked = {"model": str(model), "data": batches.describe(), **dataclasses.asdict(settings)}
     if isinstance(batches, TextBatches):
         asked["text"] = dataclasses.asdict(text) | {"patterns": patterns}
@@ -102,27 +108,19 @@ def _settings(settings: Sparsify, text: Text, overrides: dict[str, Any]) -> tupl
 
 def _text_batches(patterns: list[str], tokenizer, settings: Sparsify, text: Text) -> TextBatches:
     training = settings.training
-    return TextBatches(
-        patterns,
-        tokenizer,
-        text.length,
-        cache=text.cache,
-        need=training.steps * training.batch * text.length,
-        heldout_patterns=list(text.heldout),
-        heldout_tokens=text.heldout_tokens,
-        field=text.text_field,
-        seed=training.seed,
+    return processes.main_first(
+        lambda: TextBatches(
+            patterns,
+            tokenizer,
+            text.length,
+            cache=text.cache,
+            need=training.steps * training.batch * text.length,
+            heldout_patterns=list(text.heldout),
+            heldout_tokens=text.heldout_tokens,
+            field=text.text_field,
+            seed=training.seed,
+        )
     )
-
-
-def _refuse_full_disk(out: Path, model: nn.Module, settings: Sparsify) -> None:
-    """Two checkpoints of weights and both Adam moments, the best state and the results must fit."""
-    weights = 4 * sum(p.numel() for p in model.parameters())
-    need = weights * (12 if settings.control else 9) if not settings.training.lora else 3 * weights
-    place = next(path for path in [out.absolute(), *out.absolute().parents] if path.exists())
-    free = shutil.disk_usage(place).free
-    if free < need:
-        raise ValueError(f"{place} has {free / 1e9:.1f} GB free; this run may need {need / 1e9:.1f} GB")
 
 
 def sparsify_into(
@@ -139,9 +137,10 @@ def sparsify_into(
     """Steps 2 to 4 inside an open Run; returns the sparse model. What a finished stage left there is used again."""
     training = settings.training
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    base.to(device).requires_grad_(False)
+    source = base.requires_grad_(False)  # of all copies: with FSDP2 it stays whole, on the CPU
+    base = _place(copy.deepcopy(source) if processes.sharded() else source, device)
     steering = steering_count(batches)
-    micro = training.micro_batch or training.batch
+    micro = processes.micro_batch(training.batch, training.micro_batch, batches.length)
     precision = precision_of(training.precision)
     autocast = torch.autocast(device, torch.bfloat16, enabled=precision == "bf16")
     with autocast:
@@ -159,27 +158,33 @@ def sparsify_into(
     common["teacher"] = base if kl else None
     control_loss = None
     if settings.control:
-        control = _control(run, base, tokenizer, common, resume)
+        control = _control(run, source, tokenizer, common, resume)
         rows.append(result(control).row(str(run.path / "control" / "model"), "control"))
         with autocast:
             control_loss = measure(control, batches, 0, steering, micro_batch=micro).loss
         del control
 
     target = _target(settings, reference.mean().item(), control_loss)
-    sparse = _copy(base, training)
-    _add_gates(sparse, settings)
+    sparse = _gated_copy(source, settings)
     constraint = _constraint(settings, target)
     budget = f"least loss with at most {settings.density:.2%} of the edges" if settings.density else "fewest edges"
-    say(f"{budget}; target: {'KL to base' if kl else 'held-out loss'} at most {target:.4f} nats")
+    trained = "KL to base" if kl else "cross-entropy"
+    say(f"{budget}, trained on {trained}; target: {_target_of(settings)} at most {target:.4f} nats")
     best = train(Stage("sparse", sparse, folder=run.path, constraint=constraint, **common), resume)
-    save(sparse, tokenizer, run.path / "model")
+    plain = processes.collect(sparse, into=_gated_copy(source, settings)) if processes.sharded() else sparse
+    processes.on_main(lambda: save(plain, tokenizer, run.path / "model"))
     rows.append(result(sparse).row(str(run.path / "model"), "sparse"))
-    run.write("evaluation.json", rows)
-    summary = _summary(rows, best, target, report_count) | _cost(run, training.steps * training.batch * batches.length)
-    run.write("summary.json", summary)
+    if processes.is_main():
+        run.write("evaluation.json", rows)
+        summary = _summary(rows, best, target, report_count) | {"target_of": _target_of(settings)}
+        run.write("summary.json", summary | _cost(run, training.steps * training.batch * batches.length))
     _tell(best, target, settings, rows, say)
     say(f"sparse model: {run.path / 'model'}   table: {run.path / 'evaluation.json'}")
-    return sparse
+    return plain
+
+
+def _place(model: nn.Module, device: str) -> nn.Module:
+    return processes.place(model, device, blocks(model))
 
 
 def steering_count(batches: Batches) -> int:
@@ -197,18 +202,22 @@ def _control(run: Run, base: nn.Module, tokenizer, common: dict[str, Any], resum
     """The same training without gates. A finished one is not trained again."""
     folder = run.path / "control"
     if (folder / "model").is_dir():
-        return load(folder / "model", device=next(base.parameters()).device.type)[0]
+        return _place(load(folder / "model")[0], "cuda" if torch.cuda.is_available() else "cpu")
     model = _copy(base, common["settings"])
     train(Stage("control", model, folder=folder, **common), resume and folder.is_dir())
-    save(model, tokenizer, folder / "model")
+    plain = processes.collect(model, into=_copy(base, common["settings"])) if processes.sharded() else model
+    processes.on_main(lambda: save(plain, tokenizer, folder / "model"))
     return model
 
 
 def _copy(base: nn.Module, training: Training) -> nn.Module:
     """A trainable copy: all weights, or LoRA adapters from a fixed seed, so that control and sparse start alike."""
-    import copy
+    return trainable(copy.deepcopy(base), training)
 
-    model = copy.deepcopy(base).requires_grad_(True)
+
+def trainable(model: nn.Module, training: Training) -> nn.Module:
+    """The model, ready to train: no dropout; LoRA adapters on it if the settings say so."""
+    model.requires_grad_(True)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # dropout would add its own noise to the constrained loss
@@ -225,6 +234,12 @@ def _copy(base: nn.Module, training: Training) -> nn.Module:
     return get_peft_model(model, config)  # type: ignore[arg-type]
 
 
+def _gated_copy(base: nn.Module, settings: Sparsify) -> nn.Module:
+    model = _copy(base, settings.training)
+    _add_gates(model, settings)
+    return model
+
+
 def _add_gates(model: nn.Module, settings: Sparsify) -> None:
     install_gates(model.get_base_model() if settings.training.lora else model, settings.gate)  # type: ignore
     for bias in gate_biases(model):
@@ -234,9 +249,14 @@ def _add_gates(model: nn.Module, settings: Sparsify) -> None:
 def _target(settings: Sparsify, base_loss: float, control_loss: float | None) -> float:
     if settings.target not in ("base", "control"):
         return float(settings.target) + settings.tolerance
-    if settings.loss == "kl":
+    if _target_of(settings) == "KL to base":
         return settings.tolerance  # the base's distance from itself is zero
     return (base_loss if settings.target == "base" else control_loss) + settings.tolerance  # type: ignore[operator]
+
+
+def _target_of(settings: Sparsify) -> str:
+    """What the target speaks of: a budget is judged by what text costs, whatever it is trained on."""
+    return "KL to base" if settings.loss == "kl" and settings.density is None else "held-out loss"
 
 
 def _constraint(settings: Sparsify, target: float) -> Budget | Constraint:
@@ -272,9 +292,9 @@ def _tell(best: Best, target: float, settings: Sparsify, rows: list[dict], say: 
         missed = f"target {target:.4f}" if budget is None or best.density <= budget else f"budget of {budget:.2%}"
         advice = "loosen the start (--slack)" if budget is None else "keep more edges (--density)"
         say(
-            f"The {missed} was not reached: the best state (step {best.step}) has held-out loss {best.loss:.4f} at "
-            f"density {best.density:.2%}; it is the one that was kept. Allow more (--tolerance), train longer "
-            f"(--steps), or {advice}."
+            f"The {missed} was not reached: the best state (step {best.step}) has {_target_of(settings)} "
+            f"{best.loss:.4f} at density {best.density:.2%}; it is the one that was kept. Allow more (--tolerance), "
+            f"train longer (--steps), or {advice}."
         )
     say(table(rows))
 

@@ -13,7 +13,7 @@ from .config import Trace
 from .figures_trace import draw_trace_all
 from .huggingface import load
 from .neuronpedia import write_graph
-from .run import provenance, write_json
+from .run import check_folder, check_writable, provenance, write_json
 from .sites import base_model, dimensions
 from .trace_summary import summarise, tell
 from .tracing import trace
@@ -53,8 +53,8 @@ def trace_command(
     json: Path | None = None,
 ) -> None:
     """One prompt in one or two models: rows to --json, everything to --out, a summary to the terminal."""
-    if out is not None and out.is_file():
-        raise ValueError(f"{out} is a file; --out needs a folder")
+    check_folder(out)
+    check_writable(json)
     rules = None if clusters is None else read_rules(clusters)
     rows = trace_prompt(models, prompt, target, settings, rules=rules, edge=edge, out=out, say=print)
     if json is not None:
@@ -87,6 +87,7 @@ def trace_prompt(
     # Both transcoders before any model: a missing file should not cost the loading of a model.
     coders = [t.transcoder if isinstance(t.transcoder, Transcoder) else Transcoder.load(t.transcoder) for t in models]
     results: list[dict[str, Any]] = []
+    made: list[tuple[Graph, list[Cluster], Path, str]] = []
     ids: list[int] | None = None
     for number, (one, transcoder) in enumerate(zip(models, coders, strict=True)):
         model, tokenizer = load(one.model, device=device) if isinstance(one.model, str) else one.model
@@ -114,8 +115,10 @@ def trace_prompt(
                 target = graph.targets[0]["token"]
             edge = edge or f"{row['main']['source']}->{row['main']['target']}"
         if out is not None:
-            _write(graph, named, rules, settings, Path(out) / ("" if number == 0 else "against"), name)
+            made.append((graph, named, Path(out) / ("" if number == 0 else "against"), name))
         results.append(row)
+    for graph, named, folder, name in made:  # not before all of them are traced: all files or none
+        _write(graph, named, rules, settings, folder, name)
     rows = results[0] | {"provenance": provenance()}
     if len(results) == 2:
         rows["against"] = results[1]

@@ -8,14 +8,14 @@ The same loop trains the sparse model (with a Constraint), its matched dense con
   4. discard the update if anything is not finite; otherwise clip, step, tell the constraint
   5. now and then: evaluate deterministically on held-out text and keep the state the constraint ranks best; write a
      checkpoint
+Several processes (processes.py) share the sequences of a step. Loss and density are those of the whole step everywhere,
+gates are drawn by a sequence's place in it, and so they follow one process with the same batch.
 """
 
 import functools
 import math
-import signal
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import processes
+from .checkpoints import checkpoint_states, fill, fill_optimizer, load_checkpoint, save_checkpoint
 from .config import Training
 from .constraint import Budget, Constraint
 from .data import Batches
-from .evaluate import Measurement, forward, measure, token_kl, token_losses
+from .evaluate import forward, measure, token_kl, token_losses
 from .huggingface import is_gated
-from .run import Metrics, load_checkpoint, save_checkpoint
+from .memory import out_of_memory
+from .run import Metrics, reading
+from .sites import blocks
 
 MAX_BAD_STEPS = 3
 PARTING = 0.2  # nats between training and held-out loss, beyond where they started, that deserve a warning
@@ -77,11 +81,12 @@ class Stage:
     reference: Tensor | None = None  # [steering] the base's loss on each of them: pairs the comparison, less noise
     say: Callable[[str], None] = print
     show_progress: bool = True
+    runner: nn.Module | None = None  # set by `train`: the model, with DDP around it where there are several processes
 
 
 def train(stage: Stage, resume: bool = False) -> Best:
     """Train to the end, or raise Interrupted with a checkpoint written. Leaves the best state in the model."""
-    from accelerate import Accelerator
+    from accelerate import Accelerator, AutocastKwargs
     from accelerate.state import AcceleratorState
     from tqdm import tqdm
 
@@ -90,30 +95,36 @@ def train(stage: Stage, resume: bool = False) -> Best:
     precision = precision_of(settings.precision)
     tracker = None if settings.tracker == "none" else settings.tracker
     AcceleratorState._reset_state()  # accelerate remembers the first precision it saw; each stage has its own
-    accelerator = Accelerator(mixed_precision=precision, log_with=tracker, project_dir=str(folder))
+    processes.start()
+    on_cpu = processes.world() > 1 and not torch.cuda.is_available()
+    # Autocast's cache would hold a whole bf16 model in every process that has but its share of the weights.
+    handlers = [AutocastKwargs(cache_enabled=not processes.sharded())]
+    accelerator = Accelerator(
+        mixed_precision=precision, log_with=tracker, project_dir=str(folder), cpu=on_cpu, kwargs_handlers=handlers
+    )
     if tracker:
         accelerator.init_trackers("sparselens", config={"stage": stage.name})
-    model.to(accelerator.device)
+    processes.place(model, accelerator.device, blocks(model))
     if stage.teacher is not None:
-        stage.teacher.to(accelerator.device).eval()
+        processes.place(stage.teacher, accelerator.device, blocks(stage.teacher)).eval()
     if settings.gradient_checkpointing:
         # Reentrant checkpointing would lose the edge counts on their way out of the model.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore
+    compiled = compile_blocks(stage, accelerator.device.type)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = accelerator.prepare(make_optimizer(parameters, settings))
+    optimizer = make_optimizer(parameters, settings)
+    stage.runner = processes.trainable(model)
 
     progress = Progress()
     if resume:
         progress = restore(stage, parameters, optimizer) or progress
     metrics = Metrics(folder, after_step=progress.step if resume else None)
-    micro = settings.micro_batch or settings.batch
-    chunks = settings.batch // micro
+    micro = processes.micro_batch(settings.batch, settings.micro_batch, stage.batches.length)
     tokens_per_step = settings.batch * stage.batches.length
     model.train()
-    bar = tqdm(
-        total=settings.steps, initial=progress.step, desc=stage.name, unit="step", disable=not stage.show_progress
-    )
-    with interruptible() as interrupted:
+    show = stage.show_progress and processes.is_main()
+    bar = tqdm(total=settings.steps, initial=progress.step, desc=stage.name, unit="step", disable=not show)
+    with bar, processes.interruptible() as interrupted:
         if progress.step == 0:
             checkpoint(stage, parameters, optimizer, progress)
         while progress.step < settings.steps:
@@ -123,17 +134,11 @@ def train(stage: Stage, resume: bool = False) -> Best:
                 group["lr"] = group["base_lr"] * learning_rate(step, settings)
             done = step / settings.steps
             sample = stage.constraint is not None and stage.constraint.sampled(done)
-            total_loss, total_density = 0.0, 0.0
-            for chunk in range(chunks):
-                batch = stage.batches.train(progress.data + chunk * micro, micro)
-                batch = {name: value.to(accelerator.device) for name, value in batch.items()}
-                with accelerator.autocast():
-                    loss, density = loss_and_density(stage, batch, seed_of(settings.seed, step, chunk), sample)
-                objective = stage.constraint.objective(loss, density) if stage.constraint else loss
-                accelerator.backward(objective / chunks)
-                total_loss += loss.item() / chunks
-                total_density += density.item() / chunks
-            norm = float(accelerator.clip_grad_norm_(parameters.values(), settings.clip))
+            while (found := accumulate(stage, accelerator, progress, micro, sample)) is None:
+                optimizer.zero_grad(set_to_none=True)
+                micro = smaller(stage, micro, step)
+            total_loss, total_density = found
+            norm = float(processes.whole(nn.utils.clip_grad_norm_(parameters.values(), settings.clip)))
             progress.data += settings.batch
             progress.step += 1
             if not (math.isfinite(norm) and math.isfinite(total_loss)):
@@ -151,16 +156,17 @@ def train(stage: Stage, resume: bool = False) -> Best:
                 line |= {"density": total_density, "lambda": stage.constraint.loss_weight}
             last = progress.step == settings.steps
             if progress.step % settings.evaluate_every == 0 or last:
-                line |= evaluate(stage, progress, parameters, accelerator)
+                line |= evaluate(stage, progress, parameters, accelerator, micro)
             rate = tokens_per_step / (time.perf_counter() - began)
             metrics.log(**line, tokens_per_second=round(rate))
             if tracker:
                 accelerator.log(line | {"tokens_per_second": rate}, step=progress.step)
             bar.set_postfix_str(describe(stage, line, rate), refresh=False)
             bar.update()
-            if progress.step % settings.checkpoint_every == 0 or last or interrupted():
+            stopping = processes.any_of(interrupted())
+            if progress.step % settings.checkpoint_every == 0 or last or stopping:
                 checkpoint(stage, parameters, optimizer, progress)
-            if interrupted() and not last:
+            if stopping and not last:
                 bar.close()
                 metrics.close()
                 raise Interrupted(f"stopped after step {progress.step} of {settings.steps}; continue with --resume")
@@ -168,18 +174,88 @@ def train(stage: Stage, resume: bool = False) -> Best:
     metrics.close()
     if tracker:
         accelerator.end_training()
-    take_best(stage, parameters)
+    for block in compiled:
+        block._compiled_call_impl = None  # whoever looks inside next, with hooks, wants the plain block
+    best = take_best(stage, parameters, progress.best)
     model.eval()
-    return progress.best
+    return best
 
 
-def loss_and_density(stage: Stage, batch: dict[str, Tensor], seed: int, sample: bool = True) -> tuple[Tensor, Tensor]:
+def compile_blocks(stage: Stage, device: str) -> list[nn.Module]:
+    """Compile the blocks of model and teacher where it pays; returns them. Blocks alike share their compiled code."""
+    wanted, settings = stage.settings.compile, stage.settings
+    if wanted == "no" or (wanted == "auto" and (device != "cuda" or settings.steps < 500 or processes.sharded())):
+        return []
+    found = [block for model in (stage.model, stage.teacher) if model is not None for block in blocks(model)]
+    for block in found:
+        block.compile()
+    return found
+
+
+def accumulate(stage: Stage, accelerator, progress: Progress, micro: int, sample: bool) -> tuple[float, float] | None:
+    """Gradients of one step, `micro` sequences at a time: (loss, density), or None where the memory was not enough.
+
+    A sequence draws the same gates wherever the batch is cut. (Loss and density are means over the parts: with packed
+    documents, of which each part has other ones, their size changes the density in its fourth digit.)
+    Processes take turns: of two, one takes the first, third, ... micro-batch.
+    """
+    settings = stage.settings
+    total_loss = total_density = 0.0
+    round_size = micro * processes.world()
+    chunks = settings.batch // round_size
+    seed = seed_of(settings.seed, progress.step)
+    runner = stage.runner or stage.model
+    try:
+        for first in range(processes.rank() * micro, settings.batch, round_size):
+            batch = stage.batches.train(progress.data + first, micro)
+            batch = {name: value.to(accelerator.device) for name, value in batch.items()}
+            with processes.accumulating(runner, more=first + round_size < settings.batch):
+                with accelerator.autocast():
+                    loss, density = loss_and_density(stage, batch, (seed, first), sample)
+                objective = stage.constraint.objective(loss, density) if stage.constraint else loss
+                (objective / chunks).backward()
+            total_loss += loss.item() / chunks
+            total_density += density.item() / chunks
+    except (RuntimeError, MemoryError) as error:
+        # One process of several cannot do its part again alone: the others wait for it in the middle of theirs.
+        if not out_of_memory(error) or processes.world() > 1:
+            raise
+        return None  # not from here: the traceback holds the tensors that were too many
+    loss_of_all, density_of_all = processes.mean(
+        torch.tensor([total_loss, total_density], dtype=torch.float64)
+    ).tolist()
+    return loss_of_all, density_of_all
+
+
+def smaller(stage: Stage, micro: int, step: int) -> int:
+    """The next smaller micro-batch that divides the batch; the batch itself stays as it is."""
+    if micro == 1:
+        raise ValueError(
+            f"step {step + 1}: not enough memory for a single sequence of {stage.batches.length} tokens. Lower "
+            "--length, or try --gradient-checkpointing, --lora or --precision bf16; then start again."
+        )
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    half = next(size for size in range(micro // 2, 0, -1) if stage.settings.batch % size == 0)
+    stage.say(
+        f"step {step + 1}: not enough memory for {micro} sequences at once; going on with {half} at a time, and still "
+        f"{stage.settings.batch} per step (--micro-batch {half} would do so from the start)"
+    )
+    return half
+
+
+def loss_and_density(
+    stage: Stage, batch: dict[str, Tensor], seed: tuple[int, int], sample: bool = True
+) -> tuple[Tensor, Tensor]:
     """Mean loss per token and density of one micro-batch, both differentiable.
 
-    With sampled gates the density is the expected one; otherwise it is what is open, with the same gradient.
+    With sampled gates the density is the expected one; otherwise it is what is open, with the same gradient. Several
+    processes divide by the mean of their tokens and pairs, so that the mean of their results is that of all together.
     """
     gated = is_gated(stage.model)
-    output = forward(stage.model, batch, **({"gate_sample": sample, "gate_seed": seed} if gated else {}))
+    output = forward(
+        stage.runner or stage.model, batch, **({"gate_sample": sample, "gate_seed": seed} if gated else {})
+    )
     labels = batch["labels"]
     if stage.teacher is None:
         losses = fused(token_losses, output.logits)(output.logits, labels)
@@ -187,11 +263,11 @@ def loss_and_density(stage: Stage, batch: dict[str, Tensor], seed: int, sample: 
         with torch.no_grad():
             reference = forward(stage.teacher, batch).logits
         losses = fused(token_kl, output.logits)(reference, output.logits, labels)
-    loss = losses.sum() / (labels != -100).sum()
+    loss = losses.sum() / processes.mean((labels != -100).sum())
     if not gated:
         return loss, torch.zeros((), device=loss.device)
     record = torch.stack(output.attentions)  # [n_layers, batch, n_heads, 2]: edges, pairs
-    return loss, record[..., 0].sum() / record[..., 1].sum()
+    return loss, record[..., 0].sum() / processes.mean(record[..., 1].sum())
 
 
 @functools.cache
@@ -204,7 +280,9 @@ def fused(function: Callable[..., Tensor], logits: Tensor) -> Callable[..., Tens
     return _compiled(function) if logits.is_cuda else function
 
 
-def evaluate(stage: Stage, progress: Progress, parameters: dict[str, nn.Parameter], accelerator) -> dict[str, Any]:
+def evaluate(
+    stage: Stage, progress: Progress, parameters: dict[str, nn.Parameter], accelerator, micro: int
+) -> dict[str, Any]:
     """Measure on the next held-out slice, correct the constraint, keep the state if it is the best so far."""
     if not stage.steering:
         return {}
@@ -212,11 +290,13 @@ def evaluate(stage: Stage, progress: Progress, parameters: dict[str, nn.Paramete
     slices = max(1, stage.steering // count)
     start = progress.evaluations % slices * count
     progress.evaluations += 1
-    micro = stage.settings.micro_batch or stage.settings.batch
     with accelerator.autocast():
         result = measure(stage.model, stage.batches, start, count, micro_batch=micro, base=stage.teacher)
-    loss, margin = steering_loss(stage, result, start)
+    by_text = steering_loss(stage, result.losses, stage.reference, start)
+    loss, margin = by_text if stage.teacher is None else steering_loss(stage, result.kl, None, start)
     line: dict[str, Any] = {"heldout_loss": loss, "heldout_density": result.density}
+    if stage.teacher is not None:
+        line["heldout_cross_entropy"] = by_text[0]
     if result.edges is not None and result.pairs is not None:
         line["heldout_density_per_layer"] = (result.edges.mean(1) / result.pairs).tolist()
     if stage.constraint is None:
@@ -227,8 +307,13 @@ def evaluate(stage: Stage, progress: Progress, parameters: dict[str, nn.Paramete
     assert density is not None
     rank = stage.constraint.rank(loss, margin, density)
     if rank < progress.best.rank:
-        progress.best = Best(progress.step, loss, density, stage.constraint.met(loss, margin, density), rank)
-        save_checkpoint(stage.folder / "best", progress.step, dict(parameters), {"best": vars(progress.best)}, keep=1)
+        # A budget is judged by what text costs, whatever it was trained on; a constraint by what it constrains.
+        judged = by_text if isinstance(stage.constraint, Budget) else (loss, margin)
+        progress.best = Best(progress.step, judged[0], density, stage.constraint.met(*judged, density), rank)
+        # The one that a checkpoint speaks of stays: a run resumed from there may yet return it.
+        spoken_of = [found["best"]["step"] for found in checkpoint_states(stage.folder / "checkpoints")]
+        state = {"best": vars(progress.best)}
+        save_checkpoint(stage.folder / "best", progress.step, dict(parameters), state, keep=1, also=spoken_of)
     return line
 
 
@@ -247,18 +332,17 @@ def warn_if_parting(stage: Stage, progress: Progress, heldout: float) -> None:
         )
 
 
-def steering_loss(stage: Stage, result: Measurement, start: int) -> tuple[float, float]:
-    """The held-out loss as if measured on all steering sequences, and its standard error.
+def steering_loss(stage: Stage, values: Tensor | None, reference: Tensor | None, start: int) -> tuple[float, float]:
+    """The mean of a slice's cross-entropies (or KL) as if measured on all steering sequences, and its standard error.
 
     A slice may be easier or harder text than the rest. The base's own loss on the same sequences takes that out.
     """
-    values = result.losses if stage.teacher is None else result.kl
     assert values is not None
-    if stage.reference is None or stage.teacher is not None:
+    if reference is None:
         difference, level = values, 0.0
     else:
-        difference = values - stage.reference[start : start + len(values)]
-        level = stage.reference.mean().item()
+        difference = values - reference[start : start + len(values)]
+        level = reference.mean().item()
     whole = len(values) == stage.steering
     error = 0.0 if whole or len(values) < 2 else (difference.std() / len(values) ** 0.5).item()
     return level + difference.mean().item(), error
@@ -273,7 +357,7 @@ def discard(stage: Stage, progress: Progress, parameters, optimizer, loss: float
             f"{MAX_BAD_STEPS} steps in a row were not finite (last: step {progress.step}). The last good state is in "
             f"{stage.folder / 'checkpoints'}. Lower --lr, or use --precision fp32."
         )
-    if not all(torch.isfinite(p).all() for p in parameters.values()):
+    if processes.any_of(not all(torch.isfinite(processes.local(p)).all() for p in parameters.values())):
         step, data, bad = progress.step, progress.data, progress.bad_steps
         found = restore(stage, parameters, optimizer)
         if found is None:
@@ -302,9 +386,9 @@ def learning_rate(step: int, settings: Training) -> float:
     return rise * min(1.0, 0.05 + 0.95 * left)
 
 
-def seed_of(seed: int, step: int, chunk: int) -> int:
-    """Seed of the gates' noise for one micro-batch."""
-    return (seed * 1_000_003 + step) * 1_009 + chunk
+def seed_of(seed: int, step: int) -> int:
+    """Seed of the gates' noise for one step."""
+    return (seed * 1_000_003 + step) * 1_009
 
 
 def precision_of(precision: str) -> str:
@@ -316,9 +400,11 @@ def precision_of(precision: str) -> str:
 
 def describe(stage: Stage, line: dict[str, Any], rate: float) -> str:
     """What the progress bar says."""
-    text = f"loss {line['loss']:.4f}"
-    if stage.constraint:
+    text = f"{'loss' if stage.teacher is None else 'KL'} {line['loss']:.4f}"
+    if isinstance(stage.constraint, Constraint):
         text += f" (target {stage.constraint.target:.4f}) density {line['density']:.2%} λ {line['lambda']:.2g}"
+    elif stage.constraint:
+        text += f" density {line['density']:.2%} (budget {stage.constraint.unit:.2%})"
     return text + f" {rate:,.0f} tok/s"
 
 
@@ -343,50 +429,22 @@ def restore(stage: Stage, parameters: dict[str, nn.Parameter], optimizer) -> Pro
     tensors, state, complaints = found
     for complaint in complaints:
         stage.say(complaint)
-    fill(parameters, {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")})
-    for name, p in parameters.items():
-        prefix = f"adam.{name}."
-        saved = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
-        if saved:
-            optimizer.state[p] = {key: t if key == "step" else t.to(p.device) for key, t in saved.items()}
-    if stage.constraint:
-        for key, value in state.pop("constraint").items():
-            setattr(stage.constraint, key, value)
-    return Progress(**(state | {"best": Best(**state["best"])}))
+    fill(parameters, tensors, "model.")
+    fill_optimizer(optimizer, parameters, tensors)
+    with reading(f"the checkpoint of step {state.get('step')} in {stage.folder} (another version's?)"):
+        if stage.constraint:
+            for key, value in state.pop("constraint").items():
+                setattr(stage.constraint, key, value)
+        return Progress(**(state | {"best": Best(**state["best"])}))
 
 
-def take_best(stage: Stage, parameters: dict[str, nn.Parameter]) -> None:
-    """Leave the best state in the model (for a stage without constraint: the last one)."""
-    found = load_checkpoint(stage.folder / "best") if stage.constraint else None
-    if found is not None:
-        fill(parameters, found[0])
-
-
-def fill(parameters: dict[str, nn.Parameter], tensors: dict[str, Tensor]) -> None:
-    if parameters.keys() != tensors.keys():
-        raise ValueError("the checkpoint belongs to another model; choose another --out")
-    with torch.no_grad():
-        for name, p in parameters.items():
-            p.copy_(tensors[name])
-
-
-@contextmanager
-def interruptible():
-    """Ctrl-C or SIGTERM: finish the step, write a checkpoint, stop. A second one stops at once."""
-    asked = False
-
-    def ask(number, frame):
-        nonlocal asked
-        if asked:
-            raise KeyboardInterrupt
-        asked = True
-
-    try:
-        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: signals are someone else's business
-        before = {}
-    try:
-        yield lambda: asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def take_best(stage: Stage, parameters: dict[str, nn.Parameter], best: Best) -> Best:
+    """Leave the best state in the model (for a stage without constraint: the last one); returns what is known of it."""
+    found = load_checkpoint(stage.folder / "best", best.step) if stage.constraint else None
+    if found is None:
+        return best
+    tensors, state, complaints = found
+    for complaint in complaints:
+        stage.say(complaint)
+    fill(parameters, tensors)
+    return Best(**state["best"])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import processes
 from .data import Batches
 from .evaluate import measure
 from .record import patch
@@ -23,8 +24,8 @@ from .transcoder_replacement import observe, replaced
 class Variance:
     """FVU from sums, so that no batch has to be kept. Doubles: variances are differences of large sums."""
 
-    def __init__(self) -> None:
-        self.n, self.error, self.square, self.total = 0, 0.0, 0.0, torch.zeros(())
+    def __init__(self, d_model: int) -> None:
+        self.n, self.error, self.square, self.total = 0, 0.0, 0.0, torch.zeros(d_model, dtype=torch.float64)
 
     def add(self, true: Tensor, guess: Tensor) -> None:
         """true, guess: [tokens, d_model]."""
@@ -34,10 +35,13 @@ class Variance:
         self.square += true.pow(2).sum().item()
         self.total = self.total + true.sum(0).cpu()
 
-    @property
     def fvu(self) -> float:
-        spread = self.square - self.total.pow(2).sum().item() / max(1, self.n)
-        return self.error / spread if spread > 0 else float("nan")
+        """Of all processes together."""
+        n, error, square = processes.total(
+            torch.tensor([self.n, self.error, self.square], dtype=torch.float64)
+        ).tolist()
+        spread = square - processes.total(self.total).pow(2).sum().item() / max(1, n)
+        return error / spread if spread > 0 else float("nan")
 
 
 @dataclass
@@ -79,13 +83,15 @@ def measure_fit(
     """FVU and active features on the first `count` held-out sequences, reading the model's own activations."""
     device = next(model.parameters()).device
     n_layers = transcoder.n_layers
-    every, after_first = [Variance() for _ in range(n_layers)], [Variance() for _ in range(n_layers)]
+    every, after_first = ([Variance(transcoder.d_model) for _ in range(n_layers)] for _ in range(2))
     active, used, n = [0] * n_layers, torch.zeros(n_layers, transcoder.n_features, dtype=torch.bool, device=device), 0
-    for start in range(0, count, micro_batch):
-        batch = batches.heldout(start, min(micro_batch, count - start))
+    for first, some in processes.rounds(count, micro_batch):
+        batch = batches.heldout(first, max(some, 1))
         batch = {name: value.to(device) for name, value in batch.items()}
         with autocast or nullcontext():
             inputs, outputs = observe(model, batch, transcoder.input_hook)
+        if not some:  # here for company: a split model needs all processes to run
+            continue
         position = torch.arange(inputs[0].shape[1], device=device).expand(inputs[0].shape[:2])[..., None]
         later = tokens_of(batch, [position])[0][:, 0] > 0
         inputs = [x.to(transcoder.W_enc[0].dtype) for x in tokens_of(batch, inputs)]
@@ -102,11 +108,12 @@ def measure_fit(
             every[layer].add(outputs[layer], guess)
             after_first[layer].add(outputs[layer][later], guess[later])
             total = total[:, 1:]
+    n = int(processes.total(torch.tensor(n)))
     return Fit(
-        fvu=[one.fvu for one in every],
-        fvu_after_first=[one.fvu for one in after_first],
-        l0=[one / n for one in active],
-        used=used.float().mean().item(),
+        fvu=[one.fvu() for one in every],
+        fvu_after_first=[one.fvu() for one in after_first],
+        l0=[one / n for one in processes.total(torch.tensor(active)).tolist()],
+        used=(processes.total(used.int()) > 0).float().mean().item(),
     )
 
 

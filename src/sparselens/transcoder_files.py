@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .run import fresh_folder, put_in_place, write_bytes
+from .run import whole_folder, write_bytes
 from .transcoder import InputHook, Transcoder, check_activation
 
 # circuit-tracer's names for what features read. Its hook_mlp_in is the residual stream, before the MLP's norm.
@@ -32,25 +32,24 @@ def save_transcoder(transcoder: Transcoder, folder: str | Path) -> Path:
     from safetensors.torch import save_file
 
     folder = Path(folder)
-    fresh = fresh_folder(folder)
-    fresh.mkdir()
-    for layer in range(transcoder.n_layers):
-        tensors = {name: getattr(transcoder, name)[layer] for name in ("W_enc", "b_enc", "b_dec", "W_dec")}
-        if transcoder.activation == "jumprelu":
-            tensors["threshold"] = transcoder.threshold[layer]
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        if transcoder.cross_layer:
-            decoder = tensors.pop("W_dec")
-            numbered = {f"{name}_{layer}": tensor for name, tensor in tensors.items()}
-            save_file(numbered, fresh / f"W_enc_{layer}.safetensors")
-            save_file({f"W_dec_{layer}": decoder}, fresh / f"W_dec_{layer}.safetensors")
-        else:
-            tensors["W_dec"] = tensors["W_dec"][:, 0].contiguous()
-            if "threshold" in tensors:
-                tensors["activation_function.threshold"] = tensors.pop("threshold")
-            save_file(tensors, fresh / f"layer_{layer}.safetensors")
-    write_bytes(fresh / "config.yaml", _yaml(_config(transcoder)).encode())
-    put_in_place(fresh, folder)
+    with whole_folder(folder) as fresh:
+        fresh.mkdir()
+        for layer in range(transcoder.n_layers):
+            tensors = {name: getattr(transcoder, name)[layer] for name in ("W_enc", "b_enc", "b_dec", "W_dec")}
+            if transcoder.activation == "jumprelu":
+                tensors["threshold"] = transcoder.threshold[layer]
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+            if transcoder.cross_layer:
+                decoder = tensors.pop("W_dec")
+                numbered = {f"{name}_{layer}": tensor for name, tensor in tensors.items()}
+                save_file(numbered, fresh / f"W_enc_{layer}.safetensors")
+                save_file({f"W_dec_{layer}": decoder}, fresh / f"W_dec_{layer}.safetensors")
+            else:
+                tensors["W_dec"] = tensors["W_dec"][:, 0].contiguous()
+                if "threshold" in tensors:
+                    tensors["activation_function.threshold"] = tensors.pop("threshold")
+                save_file(tensors, fresh / f"layer_{layer}.safetensors")
+        write_bytes(fresh / "config.yaml", _yaml(_config(transcoder)).encode())
     return folder
 
 
@@ -87,7 +86,7 @@ def load_transcoder(folder: str | Path, device: str | None = None) -> Transcoder
     config = _read_config(folder / "config.yaml")
     layers = _read_layers(folder, cross_layer=config["model_kind"] == "cross_layer_transcoder")
     n_layers, (n_features, d_model) = len(layers), layers[0]["W_enc"].shape
-    has_thresholds = "threshold" in layers[0]
+    has_thresholds = any("threshold" in layer for layer in layers)
     activation = str(config.get("activation") or "jumprelu").replace("_", "").lower()
     if activation == "relu":
         activation = "jumprelu"  # with thresholds of zero
@@ -128,7 +127,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
     try:
         config = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not YAML: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path}: expected `key: value` lines, found {type(config).__name__}")

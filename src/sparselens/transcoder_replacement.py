@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import processes
 from .sites import base_model, dimensions, mlp_modules, parts
 from .transcoder import Transcoder
 
@@ -63,7 +64,7 @@ def observe(model: nn.Module, batch: dict[str, Tensor], hook: str) -> tuple[list
     def writer(layer: int) -> Callable:
         def wrote(module: nn.Module, arguments: tuple, output: Tensor) -> None:
             outputs[layer] = output
-            if layer + 1 == n_layers:
+            if layer + 1 == n_layers and not processes.is_sharded(model):  # which would stay open if cut off
                 raise _Enough
 
         return wrote

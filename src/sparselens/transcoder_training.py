@@ -14,12 +14,13 @@ One step, layer by layer: (1) all pre-activations, one dense product without gra
 active, or near enough to a threshold to teach it; (3) from there on, forward and backward, nothing but these entries.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import processes
 from .config import Transcode
 from .transcoder import Transcoder, batch_topk_mask, jumprelu, topk_mask
 from .transcoder_decoding import decode, entries, read, spread
@@ -27,9 +28,8 @@ from .transcoder_decoding import decode, entries, read, spread
 START_ERROR = 1e-6  # added under the square root of decoder norms: a decoder of zeros has a gradient, too
 
 
-@dataclass
-class Losses:
-    """One step's terms."""
+class Losses(NamedTuple):  # FSDP2 finds tensors in tuples, not in dataclasses
+    """One step's terms. Several processes divide by their mean number of tokens: the mean of theirs is that of all."""
 
     errors: Tensor  # [n_layers] FVU of every layer, with gradient
     sparsity: Tensor  # the tanh penalty, unweighted
@@ -82,13 +82,12 @@ class Learner(nn.Module):
             some = torch.randint(len(x), (n_features,), generator=generator).to(x.device)
             noise = torch.randn(n_features, x.shape[1], generator=generator).to(x.device)
             W_enc = F.normalize(F.normalize(x[some], dim=1) + 0.5 * F.normalize(noise, dim=1), dim=1)
-            self.transcoder.W_enc[layer].copy_(W_enc)
+            self.transcoder.W_enc[layer].copy_(processes.split_like(W_enc, self.transcoder.W_enc[layer]))
             rank = max(1, round(len(x) * k / n_features))
-            for part in range(0, n_features, 1024):
-                rows = slice(part, part + 1024)
-                level = (x @ W_enc[rows].T).topk(rank, 0).values[-1]
-                # Twice the threshold at that rank: many equal inputs would else sit exactly on it, neither on nor off.
-                self.transcoder.b_enc[layer][rows] = 2 * self.settings.threshold - level
+            levels = [(x @ rows.T).topk(rank, 0).values[-1] for rows in W_enc.split(1024)]
+            # Twice the threshold at that rank: many equal inputs would else sit exactly on it, neither on nor off.
+            b_enc = 2 * self.settings.threshold - torch.cat(levels)
+            self.transcoder.b_enc[layer].copy_(processes.split_like(b_enc, self.transcoder.b_enc[layer]))
 
     def forward(self, inputs: list[Tensor], outputs: list[Tensor], compute: torch.dtype | None = None) -> Losses:
         """The loss terms on raw MLP inputs and outputs, per layer [tokens, d_model]; matrix products in `compute`."""
@@ -97,6 +96,7 @@ class Learner(nn.Module):
         total: Tensor | None = None  # [tokens, layers still to come, d_model]
         errors, l0, fired = [], [], []
         dtype = self.input_mean.dtype  # of the master weights
+        n_tokens = processes.mean(torch.tensor(float(len(inputs[0])))).item()
         sparsity = dead = self.input_mean.new_zeros(())
         for layer in range(n_layers):
             x = (inputs[layer].to(dtype) - self.input_mean[layer]) / self.input_scale[layer]
@@ -110,16 +110,16 @@ class Learner(nn.Module):
             total = written if total is None else total + written if t.cross_layer else written
             y = (outputs[layer].to(dtype) - self.output_mean[layer]) / self.output_scale[layer]
             error = (total[:, 0] + t.b_dec[layer] - y).pow(2).mean(1)  # [tokens]
-            errors.append(error.mean())
+            errors.append(error.sum() / n_tokens)
             total = total[:, 1:]
 
             on = a > 0
-            l0.append(on.sum() / len(x))
+            l0.append(on.sum() / n_tokens)
             fired.append(torch.zeros(settings.features, device=x.device, dtype=torch.bool))
             fired[-1][at.features[on]] = True
             if threshold is not None:
                 size = (t.W_dec[layer].flatten(1).pow(2).sum(1) / d_model + START_ERROR).sqrt()
-                sparsity = sparsity + torch.tanh(settings.sharpness * a * spread(size, at)).sum() / len(x)
+                sparsity = sparsity + torch.tanh(settings.sharpness * a * spread(size, at)).sum() / n_tokens
             dead = dead + self._dead_penalty(layer, x, error.detach(), pre, threshold, at)
         return Losses(torch.stack(errors), sparsity, dead, torch.stack(l0), fired)
 
@@ -130,7 +130,7 @@ class Learner(nn.Module):
     def note_fired(self, losses: Losses, tokens: int) -> None:
         """Keep count of how long each feature has been silent."""
         for silent, fired in zip(self.silent, losses.fired, strict=True):
-            silent.add_(tokens).masked_fill_(fired, 0)
+            silent.add_(tokens).masked_fill_(processes.total(fired.int()) > 0, 0)
 
     @property
     def dead(self) -> Tensor:
@@ -161,28 +161,28 @@ class Learner(nn.Module):
             level = threshold.detach()[features]
         else:  # the smallest pre-activation that was chosen
             level = pre[at.tokens, at.features].min() if len(at.tokens) else pre.new_zeros(())
-        return (F.relu(level - z).sum(1) * error).sum() / error.sum().clamp(min=1e-12)
+        return (F.relu(level - z).sum(1) * error).sum() / processes.mean(error.sum()).clamp(min=1e-12)
 
     @torch.no_grad()
     def folded(self) -> Transcoder:
         """The transcoder in the model's own units: reads raw MLP inputs, gives raw MLP outputs."""
-        t = self.transcoder
+        t, whole = self.transcoder, processes.whole
         made = Transcoder(
             t.n_layers, t.n_features, t.d_model, cross_layer=t.cross_layer, activation=t.activation, k=t.k,
             input_hook=t.input_hook, model_name=t.model_name,
         ).to(self.silent.device)  # fmt: skip
         for layer in range(t.n_layers):
             # In fp64: centred inputs are small differences of larger numbers.
-            W_enc = t.W_enc[layer].double() / self.input_scale[layer].double()
+            W_enc = whole(t.W_enc[layer]).double() / self.input_scale[layer].double()
             made.W_enc[layer].copy_(W_enc)
             made.b_enc[layer].copy_(
-                t.b_enc[layer].double() - made.W_enc[layer].double() @ self.input_mean[layer].double()
+                whole(t.b_enc[layer]).double() - made.W_enc[layer].double() @ self.input_mean[layer].double()
             )
             targets = slice(layer, layer + t.n_targets(layer))
-            made.W_dec[layer].copy_(t.W_dec[layer] * self.output_scale[targets, None])
-            made.b_dec[layer].copy_(t.b_dec[layer] * self.output_scale[layer] + self.output_mean[layer])
+            made.W_dec[layer].copy_(whole(t.W_dec[layer]) * self.output_scale[targets, None])
+            made.b_dec[layer].copy_(whole(t.b_dec[layer]) * self.output_scale[layer] + self.output_mean[layer])
             if self.log_threshold:
-                made.threshold[layer].copy_(self.log_threshold[layer].exp())
+                made.threshold[layer].copy_(whole(self.log_threshold[layer]).exp())
         return made.requires_grad_(False).eval()
 
 

@@ -21,12 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import processes
+from .checkpoints import fill, fill_optimizer, load_checkpoint, save_checkpoint
 from .config import Text, Transcode
 from .data import Batches, TextBatches
 from .huggingface import load
-from .run import Metrics, Run, load_checkpoint, save_checkpoint
-from .sites import architecture, base_model, dimensions
-from .training import MAX_BAD_STEPS, Interrupted, interruptible, learning_rate, precision_of
+from .run import Metrics, Run
+from .sites import architecture, base_model, blocks, dimensions
+from .training import MAX_BAD_STEPS, Interrupted, learning_rate, precision_of
 from .transcoder import Transcoder
 from .transcoder_evaluation import measure_fit, measure_replacement, tokens_of
 from .transcoder_files import FOLDER
@@ -58,6 +60,10 @@ def transcode(
     `Text` by name.
     """
     settings, text = _settings(settings or Transcode(), text or Text(), overrides)
+    share = processes.micro_batch(settings.batch, None)
+    processes.start()
+    say, show_progress = processes.quiet(say), show_progress and processes.is_main()
+    processes.on_main(lambda: Run.check(out, resume))
     if isinstance(model, str | Path):
         name = name or str(model)
         model, tokenizer = load(model)
@@ -70,14 +76,16 @@ def transcode(
         raise ValueError("text needs a tokenizer; give the model's own, or the model by name")
     _refuse_full_disk(Path(out), model, settings)
     batches = (
-        data if not isinstance(data, str | list) else _text_batches(data, tokenizer, settings, text, show_progress)
+        data
+        if not isinstance(data, str | list)
+        else processes.main_first(lambda: _text_batches(data, tokenizer, settings, text, show_progress))
     )
     if batches.n_heldout < 1:
         raise ValueError("there are no held-out sequences to measure on; give more data")
     asked = {"model": name or "", "data": batches.describe(), **dataclasses.asdict(settings)}
     run = Run.create(out, "transcode", asked, resume)
     try:
-        return _transcode_into(run, model, batches, settings, name or "", resume, show_progress, say)
+        return _transcode_into(run, model, batches, settings, name or "", resume, show_progress, say, share)
     finally:
         run.unlock()
 
@@ -144,6 +152,8 @@ class Stage:
     optimizer: torch.optim.Adam
     compute: torch.dtype | None  # of matrix products; None: as the weights are
     say: Callable[[str], None]
+    share: int  # sequences per step of this process
+    runner: nn.Module | None = None  # the learner, with DDP around it where there are several processes
 
     @property
     def device(self) -> torch.device:
@@ -161,18 +171,19 @@ class Stage:
 
 
 def _transcode_into(
-    run: Run, model: nn.Module, batches: Batches, settings: Transcode, name: str, resume: bool, show: bool, say
+    run: Run, model: nn.Module, batches: Batches, settings: Transcode, name: str, resume: bool, show: bool, say, share
 ) -> Transcoder:
     from tqdm import tqdm
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     was_training = model.training
-    model.to(device).eval()
+    processes.place(model.requires_grad_(False) if processes.sharded() else model, device, blocks(model)).eval()
     d = dimensions(base_model(model).config)
-    learner = Learner(d.n_layers, d.d_model, settings, name).to(device)
+    learner = Learner(d.n_layers, d.d_model, settings, name)
+    processes.place(learner, device)
     optimizer = torch.optim.Adam(learner.parameters(), lr=settings.lr, betas=BETAS, fused=device == "cuda" or None)
     compute = torch.bfloat16 if precision_of(settings.precision) == "bf16" else None
-    stage = Stage(run, model, batches, settings, learner, optimizer, compute, say)
+    stage = Stage(run, model, batches, settings, learner, optimizer, compute, say, share)
     kind = f"{'cross-layer' if settings.cross_layer else 'per-layer'}, {settings.activation}"
     say(
         f"{n_parameters(d.n_layers, d.d_model, settings) / 1e6:.1f}M parameters: {d.n_layers} layers x "
@@ -180,9 +191,10 @@ def _transcode_into(
         f"{settings.steps} steps of {settings.batch} x {batches.length} tokens"
     )
     progress = (restore(stage) if resume else None) or begin(stage)
+    stage.runner = processes.trainable(learner)
     metrics = Metrics(run.path, after_step=progress.step if resume else None)
     bar = tqdm(total=settings.steps, initial=progress.step, desc="transcode", unit="step", disable=not show)
-    with interruptible() as interrupted:
+    with bar, processes.interruptible() as interrupted:
         while progress.step < settings.steps:
             line = train_step(stage, progress)
             last = progress.step == settings.steps
@@ -192,9 +204,10 @@ def _transcode_into(
                 metrics.log(**line)
                 bar.set_postfix_str(describe(line), refresh=False)
             bar.update()
-            if progress.step % settings.checkpoint_every == 0 or last or interrupted():
+            stopping = processes.any_of(interrupted())
+            if progress.step % settings.checkpoint_every == 0 or last or stopping:
                 checkpoint(stage, progress)
-            if interrupted() and not last:
+            if stopping and not last:
                 bar.close()
                 metrics.close()
                 raise Interrupted(f"stopped after step {progress.step} of {settings.steps}; continue with --resume")
@@ -208,7 +221,8 @@ def _transcode_into(
 def begin(stage: Stage) -> Progress:
     """Scales and first weights, from the first batches."""
     settings = stage.settings
-    taken = [stage.activations(i * settings.batch, settings.batch) for i in range(settings.normalise_over)]
+    # Every process looks at all of them: they start alike.
+    taken = [stage.activations(i, stage.share) for i in range(0, settings.normalise_over * settings.batch, stage.share)]
     inputs, outputs = ([torch.cat(layer) for layer in zip(*side, strict=True)] for side in zip(*taken, strict=True))
     if not all(one.isfinite().all() for one in [*inputs, *outputs]):
         raise ValueError("the model's activations are not finite on this data; there is nothing to learn from")
@@ -226,27 +240,28 @@ def train_step(stage: Stage, progress: Progress) -> dict[str, Any] | None:
     for group in stage.optimizer.param_groups:
         group["lr"] = settings.lr * learning_rate(step, settings)  # type: ignore[arg-type]
     sparsity = settings.sparsity * min(1.0, (step + 1) / max(1.0, settings.sparsity_warmup * settings.steps))
-    inputs, outputs = stage.activations(progress.data, settings.batch)
-    losses: Losses = learner(inputs, outputs, stage.compute)
+    inputs, outputs = stage.activations(progress.data + processes.rank() * stage.share, stage.share)
+    losses: Losses = (stage.runner or learner)(inputs, outputs, stage.compute)
     loss = learner.loss(losses, sparsity)
     stage.optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    norm = float(nn.utils.clip_grad_norm_(learner.parameters(), settings.clip))
-    n = len(inputs[0])
+    norm = float(processes.whole(nn.utils.clip_grad_norm_(learner.parameters(), settings.clip)))
+    total_loss = processes.mean(loss).item()
+    n = int(processes.total(torch.tensor(len(inputs[0]))))
     progress.step += 1
     progress.data += settings.batch
     progress.tokens += n
-    if not (math.isfinite(norm) and math.isfinite(loss.item())):
-        discard(stage, progress, loss.item(), norm)
+    if not (math.isfinite(norm) and math.isfinite(total_loss)):
+        discard(stage, progress, total_loss, norm)
         return None
     progress.bad_steps = 0
     stage.optimizer.step()
     learner.note_fired(losses, n)
     seconds = time.perf_counter() - began
     progress.seconds += seconds
-    errors, l0 = losses.errors.tolist(), losses.l0.tolist()
+    errors, l0 = processes.mean(losses.errors).tolist(), processes.mean(losses.l0).tolist()
     return {
-        "step": progress.step, "loss": loss.item(), "fvu": sum(errors) / len(errors), "fvu_per_layer": errors,
+        "step": progress.step, "loss": total_loss, "fvu": sum(errors) / len(errors), "fvu_per_layer": errors,
         "l0": sum(l0) / len(l0), "l0_per_layer": l0, "dead_share": learner.dead.float().mean().item(),
         "sparsity": sparsity, "grad_norm": norm, "tokens_per_second": round(n / seconds),
     }  # fmt: skip
@@ -279,7 +294,7 @@ def finish(stage: Stage, progress: Progress) -> Transcoder:
     if settings.activation == "batchtopk":
         count = max(1, min(settings.batch * settings.normalise_over, CALIBRATION // stage.batches.length))
         transcoder = transcoder.as_jumprelu([x.float() for x in stage.activations(0, count)[0]])
-    transcoder.save(run.path / FOLDER)
+    processes.on_main(lambda: transcoder.save(run.path / FOLDER))
     results = evaluate(stage, transcoder) | {
         "dead_share": stage.learner.dead.float().mean().item(),
         "heldout_sequences": min(settings.evaluate_sequences, stage.batches.n_heldout),
@@ -333,14 +348,9 @@ def restore(stage: Stage) -> Progress | None:
     tensors, state, complaints = found
     for complaint in complaints:
         stage.say(complaint)
-    weights = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
     try:
-        stage.learner.load_state_dict(weights)
+        fill(stage.learner.state_dict(), tensors, "model.")
     except RuntimeError:
         raise ValueError("the checkpoint belongs to another transcoder; choose another --out") from None
-    for name, parameter in stage.learner.named_parameters():
-        prefix = f"adam.{name}."
-        saved = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-        if saved:
-            stage.optimizer.state[parameter] = {key: value.to(stage.device) for key, value in saved.items()}
+    fill_optimizer(stage.optimizer, dict(stage.learner.named_parameters()), tensors)
     return Progress(**state)

@@ -50,6 +50,11 @@ def layer_seed(seed: int, layer: int) -> int:
     return (z ^ (z >> 31)) & 0xFFFFFFFF
 
 
+def later_seed(seed: int, first: int, n_heads: int) -> int:
+    """The seed with which sequence 0 draws what sequence `first` draws with `seed`: a batch may be run in parts."""
+    return (seed + GOLDEN * first * n_heads) & 0xFFFFFFFF
+
+
 def _arange(n: int, device: torch.device | str) -> Tensor:
     return torch.arange(n, dtype=torch.int32, device=device)
 

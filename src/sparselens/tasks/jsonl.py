@@ -18,14 +18,18 @@ def read_pairs(path: Path) -> Task:
         raise ValueError(f"no such file: {path}")
     pairs: list[Pair] = []
     metric: str | None = None
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv") from None
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
         try:
             row: dict[str, Any] = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: not JSON ({error.msg})") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where}: not JSON ({error})") from None
         if not isinstance(row, dict) or not {"clean", "corrupted", "answer"} <= row.keys():
             raise ValueError(
                 f"{where}: expected an object with clean, corrupted and answer (and wrong), got {line[:80]}"
@@ -33,12 +37,16 @@ def read_pairs(path: Path) -> Task:
         if pairs and bool(row.get("wrong")) != bool(pairs[0].wrong):
             raise ValueError(f"{where}: either every pair has a wrong answer to compare with, or none")
         metric = metric or row.get("metric") or ("logit" if row.get("wrong") else "log-probability")
-        if metric not in ("logit", "probability", "log-probability"):
+        if not isinstance(metric, str) or metric not in ("logit", "probability", "log-probability"):
             raise ValueError(f"{where}: metric {metric!r}; expected logit, probability or log-probability")
         answer, wrong = (_texts(row.get(name) or [], f"{where}: {name}") for name in ("answer", "wrong"))
         for name in ("clean", "corrupted"):
             if not isinstance(row[name], str) or not row[name]:
                 raise ValueError(f"{where}: {name} must be a text, got {row[name]!r}")
+        try:
+            "".join((row["clean"], row["corrupted"], *answer, *wrong)).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{where}: holds half a character, which no tokenizer can read") from None
         pairs.append(Pair(row["clean"], row["corrupted"], answer, wrong))
     if not pairs:
         raise ValueError(f"{path} holds no pairs")

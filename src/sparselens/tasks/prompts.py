@@ -9,13 +9,14 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import Metric, Pair, Task
-from .words import Words
+from .words import Words, piece
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -108,6 +109,7 @@ class Prompts:
     through: Tensor  # [n, reads] token that leaves it to the next read, -1: none
     used: Tensor  # [n, reads] False where a prompt has fewer reads
     pairs: tuple[Pair, ...]
+    piece: Callable[[int], str] = str  # the text a token stands for
 
     def __len__(self) -> int:
         return len(self.clean)
@@ -239,7 +241,7 @@ def build(
         say(f"{task.name}: {len(items)} pairs kept, {dropped.total()} dropped ({reasons})")
     elif len(items) < n and task.generate is not None:
         say(f"{task.name}: {len(items)} different pairs, {n} were asked for")
-    return collate(items, task.metric)
+    return replace(collate(items, task.metric), piece=partial(piece, tokenizer))
 
 
 def _generate(task: Task, rng: random.Random, words: Words) -> Pair:

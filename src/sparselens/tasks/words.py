@@ -10,6 +10,12 @@ if TYPE_CHECKING:
 _BOS = ("<s>", "<bos>", "<|begin_of_text|>")
 
 
+def piece(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
+    """A token as text, its leading space included."""
+    raw = str(tokenizer.convert_ids_to_tokens(int(token)))
+    return raw.replace("\u2581", " ") if "\u2581" in raw else str(tokenizer.decode([int(token)])) or raw
+
+
 class Words:
     """What a task may ask of a tokenizer."""
 
