@@ -44,7 +44,7 @@ def make_run(
     if "attention" in parts:
         write_attention(path / "attention", rng, n_layers, n_heads, tokens)
     if "circuits" in parts:
-        write_circuits(path / "circuits", rng, n_layers, n_heads, n_edges)
+        write_circuits(path / "circuits", rng, n_layers, n_heads, n_edges, tokens=tokens)
     if "trace" in parts:
         write_trace(path / "trace", rng, n_layers, n_heads, tokens)
     return path
@@ -105,7 +105,13 @@ def write_attention(
 
 
 def write_circuits(
-    folder: Path, rng: np.random.Generator, n_layers: int, n_heads: int, n_edges: int, task: str = "ioi"
+    folder: Path,
+    rng: np.random.Generator,
+    n_layers: int,
+    n_heads: int,
+    n_edges: int,
+    task: str = "ioi",
+    tokens: list[str] | None = None,
 ) -> None:
     c = Components(n_layers, n_heads)
     folder.mkdir(parents=True, exist_ok=True)
@@ -118,18 +124,38 @@ def write_circuits(
         }
         for t in ("0.8", "0.9", "0.95")
     }  # fmt: skip
-    for model in models.values():  # the same, counted in single attention edges
-        few = {"edges": [2, 9, 90], "effect": [0.5, 0.92, 1.0], "low": [0.4, 0.9, 1.0], "high": [0.6, 0.95, 1.0]}
-        model["attention_edges"] = {"n_edges": 90, "n_prompts": 16, "curve": few, "edges_at": {"0.9": 9}}
+    for role, model in models.items():  # the same, counted in single attention edges
+        alive = min(20 if role == "sparse" else 2 * n_edges, 2000)
+        model["attention_edges"] = _token_circuit(rng, n_layers, n_heads, tokens or list("36+28="), alive)
     row = {
         "attention_edges": thresholds,
+        "attention_edges_control": thresholds,
         "thresholds": thresholds,
         "thresholds_control": thresholds,
         "overlap": None,
         "models": models,
     }
     names = {"dense": "dense", "sparse": "sparse"}
-    write_json(folder / "results.json", {"settings": {}, "names": names, "tasks": {task: row}})
+    rows = {"settings": {}, "names": names, "tasks": {task: row}}
+    (folder / "results.json").write_text(json.dumps(rows))  # tokens may hold half a character
+
+
+def _token_circuit(rng: np.random.Generator, n_layers: int, n_heads: int, tokens: list[str], alive: int) -> dict:
+    """What attention_curve returns: the best edges first, circuits of some of their prefixes measured."""
+    pairs = np.argwhere(np.broadcast_to(np.tri(len(tokens), dtype=bool), (n_layers, n_heads, len(tokens), len(tokens))))
+    chosen = pairs[rng.permutation(len(pairs))[:alive]]
+    scores = -np.sort(-rng.exponential(1.0, len(chosen))) * rng.choice([1, 1, -1], len(chosen))
+    sizes = [2, 4, 9, 14, *range(40, len(chosen), max(len(chosen) // 20, 40)), len(chosen), len(pairs)]
+    sizes = sorted({n for n in sizes if n <= len(chosen)} | {len(pairs)})
+    effect = np.linspace(0.5, 1.0, len(sizes)).tolist()
+    at = {t: next(n for n, f in zip(sizes, effect, strict=True) if f >= float(t)) for t in ("0.8", "0.9", "0.95")}
+    curve = {"edges": sizes, "effect": effect, "low": [f - 0.02 for f in effect], "high": [f + 0.03 for f in effect]}
+    return {
+        "n_prompts": 16, "length": len(tokens), "example": "".join(tokens), "tokens": tokens, "n_edges": len(pairs),
+        "n_alive": len(chosen), "curve": curve, "edges_at": at, "edges_at_interval": {t: [n, n] for t, n in at.items()},
+        "columns": ["layer", "head", "query", "key", "score", "weight"],
+        "circuit": [[*map(int, at), float(s), float(rng.random())] for at, s in zip(chosen, scores, strict=True)],
+    }  # fmt: skip
 
 
 def _discovered(c: Components, rng: np.random.Generator, folder: Path, task: str, role: str, n_edges: int) -> dict:

@@ -1,12 +1,14 @@
 """Circuits of single attention edges (head, query, key)."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from models import CONFIGS, tiny_model
 from pairs import random_prompts
 
-from sparselens.attention_edges import AttentionPatcher, attention_curve, keep_in
+from sparselens.attention_edges import MOST, AttentionPatcher, attention_curve, keep_in
 from sparselens.config import Gate
 from sparselens.decoder import Decoder
 from sparselens.heads import HeadPatcher
@@ -73,7 +75,24 @@ def test_closed_edges_are_not_there():
     assert not patcher.scores()[0][~opened[0]].any()  # (between the two prompts, gates of later layers may open)
     assert torch.equal(*patcher.run(np.stack([patcher.possible, opened])))
     assert curve.effects()[-1] == pytest.approx(1.0)
-    assert len(row["circuit"]) == min(row["edges_at"]["0.9"], row["n_alive"])
+
+
+def test_edges_are_listed_best_first_with_weight_and_tokens():
+    """What the report draws: the prefixes the curve has measured, how much each edge weighs, the example's tokens."""
+    model, prompts = gated("llama"), random_prompts(6, 8)
+    prompts = dataclasses.replace(prompts, piece=lambda token: f"w{token}")
+    _, row = attention_curve(Decoder(model), prompts, prompts, points=8, memory_mb=64)
+    listed = [dict(zip(row["columns"], edge, strict=True)) for edge in row["circuit"]]
+    assert len(listed) == row["n_alive"] <= MOST
+    sizes = [abs(edge["score"]) for edge in listed]
+    assert sizes == sorted(sizes, reverse=True)
+    assert row["tokens"] == [f"w{token}" for token in prompts.clean[0].tolist()]
+    with torch.no_grad():
+        output = model(prompts.clean, use_cache=False, output_attentions=True, gate_output="pattern")
+    pattern = torch.stack(output.attentions).mean(1)  # [layers, heads, queries, keys]
+    for edge in listed[:50]:
+        at = tuple(edge[name] for name in ("layer", "head", "query", "key"))
+        assert edge["weight"] == pytest.approx(float(pattern[at]), abs=1e-6)
 
 
 def test_positions_mean_the_same_in_all_prompts():

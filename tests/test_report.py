@@ -111,7 +111,7 @@ def test_size_of_a_135m_model(tmp_path):
     rng = np.random.default_rng(0)
     texts = ("first", "second")
     write_attention(run / "attention", rng, 30, 9, words, texts)
-    write_circuits(run / "circuits", rng, 12, 9, 3000)  # the page draws 3,000 edges of a model, however big
+    write_circuits(run / "circuits", rng, 12, 9, 3000, tokens=words)  # 3,000 edges are drawn, however big the model
     value = payload([run])
     assert len(build_page(value)) < 5_000_000
     found = value["runs"][0]["attention"]
@@ -130,6 +130,37 @@ def test_circuit_numbers_are_the_runs(run):
         assert shown["models"][role]["curve"] == model["curve"], "to the last digit"
         assert shown["models"][role]["edges_at"] == model["edges_at"]
     assert shown["thresholds"] == results["tasks"]["ioi"]["thresholds"]
+
+
+def test_attention_edges_are_the_runs(run):
+    """Curve and multipliers to the last digit; edges in the Run's order, so that a prefix is a measured circuit."""
+    row = json.loads((run / "circuits" / "results.json").read_text())["tasks"]["ioi"]
+    shown = payload([run])["runs"][0]["circuits"]["tasks"][0]["attention"]
+    assert shown["thresholds"] == row["attention_edges"]
+    assert shown["thresholds_control"] == row["attention_edges_control"]
+    for role, model in row["models"].items():
+        found, kept = shown["models"][role], model["attention_edges"]
+        assert found["curve"] == kept["curve"] and found["edges_at"] == kept["edges_at"]
+        assert found["tokens"] == kept["tokens"] and found["n_layers"] == 3
+        columns = [found["edges"][name] for name in kept["columns"]]
+        for edge, expected in zip(zip(*columns, strict=True), kept["circuit"], strict=True):
+            assert edge[:4] == tuple(expected[:4])
+            assert edge[4:] == pytest.approx(expected[4:], rel=1e-3)
+    labels = [verdict["label"] for verdict in payload([run])["runs"][0]["overview"]["verdicts"]]
+    assert {"Attention edges of ioi", "Attention edges of ioi, against the control"} <= set(labels)
+
+
+def test_attention_edges_of_earlier_runs(run):
+    """Without tokens and weights, positions stand in for tokens."""
+    path = run / "circuits" / "results.json"
+    rows = json.loads(path.read_text())
+    for model in rows["tasks"]["ioi"]["models"].values():
+        kept = model["attention_edges"]
+        del kept["tokens"], kept["columns"][-1]
+        kept["circuit"] = [edge[:5] for edge in kept["circuit"][: kept["edges_at"]["0.9"]]]
+    path.write_text(json.dumps(rows))
+    found = payload([run])["runs"][0]["circuits"]["tasks"][0]["attention"]["models"]["sparse"]
+    assert found["tokens"][:3] == ["0", "1", "2"] and set(found["edges"]["weight"]) == {None}
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -222,6 +253,15 @@ def test_empty_and_unfinished_runs(tmp_path):
     assert rows["training"] is None and rows["attention"] is None and rows["circuits"] is None and rows["traces"] == []
     assert rows["overview"]["verdicts"][0]["state"] == "open"
     assert "sparselens compare gpt2" in rows["commands"]["circuits"]
+    assert rows["commands"]["overview"] == f"sparselens sparsify gpt2 --data TEXT --out {tmp_path / 'run'} --resume"
+    record = {
+        "kind": "sparsify",
+        "config": {"model": "gpt2"},
+        "provenance": {"command": "sparselens sparsify x --lr 1"},
+    }
+    write_json(tmp_path / "run" / "run.json", record)
+    again = payload([tmp_path / "run"])["runs"][0]["commands"]["training"]
+    assert again == "sparselens sparsify x --lr 1 --resume", "the settings it was started with"
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     assert payload([tmp_path / "run"])["runs"][0]["training"]["series"]["sparse"]["loss"] == [2.0], (
         "half a line is no line"

@@ -128,10 +128,33 @@ def test_every_control(open_page, page_file):
     watched.clean()
 
 
+def test_keyboard_reads_heat_maps_and_features(open_page, page_file, run):
+    page = open_page(page_file).page
+    density = json.loads((run / "evaluation.json").read_text())[-1]["density_per_head"]
+    card = page.locator("figure", has_text="Where the open edges are")
+    card.locator(".plot").focus()
+    for key in ("ArrowRight", "ArrowUp", "ArrowRight"):
+        page.keyboard.press(key)
+    words = card.locator(".readout").text_content()
+    assert words.startswith("layer 1, head 1: ")
+    assert float(words.split()[-2]) == pytest.approx(100 * density[1][1], rel=0.01)
+    trace = page.locator("[data-trace=sparse]")
+    trace.locator("canvas.focusable").first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    chosen = trace.locator("tr[aria-current] button")
+    assert chosen.get_attribute("data-edge") == "1"
+    trace.locator(".segments label", has_text="Features").locator("input").check(force=True)
+    trace.locator("canvas.focusable").first.focus()
+    page.keyboard.press("ArrowRight")
+    assert trace.locator(".trace .readout b").text_content()
+
+
 def test_keyboard_alone(open_page, page_file):
     """Tab reaches the slider, arrows drive it and the graph; what a node says follows."""
     page = open_page(page_file).page
-    page.locator("#circuits input[type=range]").focus()
+    page.locator("[data-slider=graph]").focus()
     before = page.locator("[data-graph=dense] .graph-numbers").text_content()
     page.keyboard.press("End")
     assert page.locator("[data-graph=dense] .graph-numbers").text_content() != before
@@ -157,7 +180,7 @@ def test_slider_numbers_equal_the_runs_json(open_page, page_file, run):
     models = json.loads((run / "circuits" / "results.json").read_text())["tasks"]["ioi"]["models"]
     page.locator("[data-toggle=control]").click()
     stops = sorted({n for model in models.values() for n in model["curve"]["edges"] if n > 0})
-    slider = page.locator("#circuits input[type=range]")
+    slider = page.locator("[data-slider=graph]")
     assert int(slider.get_attribute("max")) == len(stops) - 1
     for i, stop in enumerate(stops):
         slider.fill(str(i))
@@ -198,6 +221,58 @@ def test_downloads_hold_the_circuit_shown(open_page, page_file, run):
     assert all(abs(scores[name]["score"] - score) <= 1e-5 * abs(score) for name, score in circuit["circuit"])
     assert b"<svg" in saved("SVG")[:100]
     assert Image.open(io.BytesIO(saved("PNG"))).width > 600
+
+
+def test_attention_edges_by_token(open_page, page_file, run):
+    """The slider draws the best so many edges; counts, effects, scores and weights are the Run's."""
+    page = open_page(page_file).page
+    models = json.loads((run / "circuits" / "results.json").read_text())["tasks"]["ioi"]["models"]
+    found = {role: model["attention_edges"] for role, model in models.items()}
+    page.locator("[data-toggle=control]").click()
+    slider = page.locator("[data-slider=tokens]")
+    stops = sorted({n for row in found.values() for n in row["curve"]["edges"]})
+    assert int(slider.get_attribute("max")) == len(stops) - 1
+    pictures = set()
+    for i in (0, 2, len(stops) - 1):
+        slider.fill(str(i))
+        for role, row in found.items():
+            card = page.locator(f"[data-tokens={role}]")
+            at = max(j for j, n in enumerate(row["curve"]["edges"]) if n <= stops[i])
+            numbers = card.locator(".graph-numbers b")
+            assert int(numbers.nth(0).get_attribute("data-edges")) == row["curve"]["edges"][at]
+            assert float(numbers.nth(1).get_attribute("data-effect")) == row["curve"]["effect"][at]
+            pictures.add(card.locator("canvas").evaluate("(canvas) => canvas.toDataURL()"))
+    assert len(pictures) == 9, "every circuit is another picture"
+    assert "Only the 20 drawn carry anything." in page.locator("[data-tokens=sparse]").text_content()
+    slider.fill("1")
+    card, row = page.locator("[data-tokens=sparse]"), found["sparse"]
+    with page.expect_download() as saved:
+        card.locator("[data-download=JSON]").click()
+    circuit = json.loads(Path(saved.value.path()).read_bytes())
+    expected = row["circuit"][: circuit["edges"]]
+    assert circuit["edges"] == 4 == len(circuit["circuit"])
+    for edge, (*place, score, weight) in zip(circuit["circuit"], expected, strict=True):
+        edge = dict(zip(circuit["columns"], edge, strict=True))
+        assert [edge[name] for name in ("layer", "head", "query", "key")] == place
+        assert (edge["score"], edge["weight"]) == pytest.approx((score, weight), rel=1e-3)
+        assert edge["query_token"] == row["tokens"][place[2]] and edge["key_token"] == row["tokens"][place[3]]
+    card.locator("canvas").focus()
+    page.keyboard.press("ArrowRight")
+    (layer, head, query, key, *_), words = expected[0], card.locator(".readout").text_content()
+    reads, read = (row["tokens"][at].strip() for at in (query, key))
+    assert words.startswith(f"{reads} ({query}) reads {read} ({key}) through a{layer}.h{head}")
+
+
+def test_pointing_at_an_attention_edge(open_page, page_file):
+    """Somewhere on the drawn lines the pointer finds an edge, and says which heads it goes through."""
+    page = open_page(page_file).page
+    canvas = page.locator("[data-tokens=sparse] canvas")
+    canvas.scroll_into_view_if_needed()
+    box, told = canvas.bounding_box(), set()
+    for i in range(20):
+        canvas.hover(position={"x": 40 + (box["width"] - 60) * i / 20, "y": box["height"] * 0.6}, force=True)
+        told.add(page.locator("[data-tokens=sparse] .readout").text_content())
+    assert len([words for words in told if "through a0.h" in words]) > 1
 
 
 def test_attention_reading(open_page, page_file, run):

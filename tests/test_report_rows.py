@@ -100,7 +100,7 @@ def test_bad_arguments(run, tmp_path, capsys):
             main(arguments)
         assert stopped.value.code == 2 and message in capsys.readouterr().err
     (run / "circuits" / "results.json").write_text("{")
-    with pytest.raises(ValueError, match=r"results\.json is not JSON"):
+    with pytest.raises(ValueError, match=r"results\.json is damaged"):
         payload([run])
 
 
@@ -122,5 +122,5 @@ def test_figures_for_print(run, capsys):
     main(["figures", str(run), "--format", "svg"])
     drawn = capsys.readouterr().out.split()
     names = {path.rsplit("/", 1)[1] for path in drawn}
-    assert names == {"figure1.svg", "figure2.svg", "figure3.svg", "figure4.svg"}
+    assert names == {"figure1.svg", "figure2.svg", "figure2-tokens.svg", "figure3.svg", "figure4.svg"}
     assert all((run / name).read_text().lstrip().startswith("<?xml") for name in names)

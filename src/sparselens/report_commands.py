@@ -1,12 +1,13 @@
 """`sparselens report` and `sparselens figures`: compute what the Run lacks, then make the page or the pictures."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from .reporting import payload, serve, write_page
-from .run import Run
+from .reporting.trace_rows import read_trace, trace_files
+from .run import Run, check_folder, check_writable, reading, write_bytes
 
 FORMATS = ("pdf", "svg", "png")
 FLOW_TOKENS = 16  # figure 1 is for prompts whose words fit beside each other
@@ -28,8 +29,11 @@ def report(
     path = Path(out) if out is not None else runs[0].path / "report.html"
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give the page a file name, such as {path / 'report.html'}")
+    check_writable(path)
+    payload(list(runs))  # damaged rows are found before any work
     for found in runs:
-        _look(found, tuple(prompts), say)
+        with reading(found.path):
+            _look(found, tuple(prompts), say)
     return write_page(payload(list(runs)), path)
 
 
@@ -50,7 +54,8 @@ def report_command(runs: list[Path], out: Path | None, prompts: list[str], live:
         raise ValueError("--serve writes no file; leave out --out, or leave out --serve")
     if live:
         for run in runs:
-            _look(Run(run), tuple(prompts), print)
+            with reading(run):
+                _look(Run(run), tuple(prompts), print)
         return serve(runs, port)
     path = report(*runs, out=out, prompts=prompts)
     print(f"{path} ({path.stat().st_size / 1e6:.1f} MB): open it in a browser; it needs nothing else")
@@ -60,14 +65,18 @@ def figures_command(run: Path, kind: str, out: Path | None, threshold: float = 0
     """Figures 1 to 4 of a Run for print, from the rows the report shows; returns and prints what was drawn."""
     found = Run(run)
     folder = out or found.path
-    if folder.is_file():
-        raise ValueError(f"{folder} is a file; --out needs a folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = [
-        *_figure1(found, folder, kind),
-        *_figures_2_3(found, folder, kind, threshold),
-        *_figure4(found, folder, kind),
-    ]
+    check_folder(folder)
+    for path in trace_files(found.path):
+        read_trace(path)  # before anything is drawn
+    with reading(found.path), TemporaryDirectory() as fresh:  # all of them or none
+        made = [
+            *_figure1(found, Path(fresh), kind),
+            *_figures_2_3(found, Path(fresh), kind, threshold),
+            *_figure4(found, Path(fresh), kind),
+        ]
+        drawn = [folder / path.name for path in made]
+        for path, final in zip(made, drawn, strict=True):
+            write_bytes(final, path.read_bytes())
     if not drawn:
         raise ValueError(
             f"{run} has no rows to draw yet; `sparselens report {run}` says which commands would make them"
@@ -97,7 +106,13 @@ def _flow(run: Run) -> dict[str, Any] | None:
         dense = next((role for role in ("dense", "control") if role in prompt["models"]), None)
         if dense is None or "sparse" not in prompt["models"] or len(prompt["tokens"]) > FLOW_TOKENS:
             continue
-        tensors = load_file(run.path / "attention" / prompt["file"])
+        file = run.path / "attention" / Path(prompt["file"]).name
+        try:
+            tensors = load_file(file)
+        except Exception as error:  # safetensors has its own error type
+            raise ValueError(
+                f"{file} cannot be read ({error}); remove its folder and build the report again"
+            ) from error
         words = [_clip(token) for token in prompt["tokens"]]
         flow = {}
         for name, role in (("base", dense), ("sparse", "sparse")):
@@ -119,7 +134,7 @@ def _clip(token: str, most: int = 5) -> str:
 
 
 def _figures_2_3(run: Run, folder: Path, kind: str, threshold: float) -> list[Path]:
-    from .figures_circuits import draw_circuits, draw_curves
+    from .figures_circuits import by_token, draw_circuits, draw_curves, file_name, has_tokens
     from .reporting.circuit_rows import comparisons
 
     drawn = []
@@ -129,19 +144,21 @@ def _figures_2_3(run: Run, folder: Path, kind: str, threshold: float) -> list[Pa
         part = "" if i == 0 else f"-{i}"
         drawn.append(folder / f"figure2{part}.{kind}")
         draw_curves(comparison, drawn[-1], threshold)
+        if has_tokens(comparison):
+            drawn.append(folder / f"figure2-tokens{part}.{kind}")
+            draw_curves(by_token(comparison), drawn[-1], threshold)
         for j, task in enumerate(comparison["tasks"]):
-            drawn.append(folder / f"figure3{part}{'' if j == 0 else f'-{task}'}.{kind}")
+            drawn.append(folder / f"figure3{part}{'' if j == 0 else f'-{file_name(task)}'}.{kind}")
             draw_circuits(comparison, task, drawn[-1])
     return drawn
 
 
 def _figure4(run: Run, folder: Path, kind: str) -> list[Path]:
     from .figures_trace import draw_trace
-    from .reporting.trace_rows import trace_files
 
     drawn: list[Path] = []
     for path in trace_files(run.path):
-        rows = json.loads(path.read_text())
+        rows = read_trace(path)
         if "main" not in rows:  # no edge was looked at closely
             continue
         drawn.append(folder / f"figure4{'' if not drawn else f'-{path.parent.name}'}.{kind}")

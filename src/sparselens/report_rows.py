@@ -19,6 +19,7 @@ from .huggingface import is_gated, load
 from .reporting.trace_rows import traced_prompts
 from .run import Run, write_json
 from .sites import base_model, dimensions
+from .tasks.words import piece
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -147,12 +148,6 @@ def _tokens(
         last = max(last, end)
     most = min(MOST_TOKENS, longest)
     return torch.tensor([ids[:most]]), pieces[:most], len(ids) > most
-
-
-def piece(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
-    """A token as text, its leading space included."""
-    raw = str(tokenizer.convert_ids_to_tokens(int(token)))
-    return raw.replace("\u2581", " ") if "\u2581" in raw else str(tokenizer.decode([int(token)])) or raw
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ def attention(run: Run, budget: int = BUDGET) -> dict[str, Any] | None:
 
 def _fitting(prompt: dict[str, Any], folder: Path, room: float) -> dict[str, Any] | None:
     """The prompt in 16 bits, in 8, or in 8 without its control: the first that fits, or None."""
-    tensors = _read(folder / prompt["file"])
+    tensors = _read(folder / Path(prompt["file"]).name)  # beside attention.json, wherever the name points
     for bits, without in ((16, ""), (8, ""), (8, "control")):
         packed = _prompt(prompt, tensors, bits, without)
         if _size(packed) <= room:

@@ -7,14 +7,13 @@ A point of the curve is a circuit that was run: the best n edges, dead ends remo
 3. For every measured size find the prefix that has exactly this many live edges (their number only grows).
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..circuit import Circuit, Components
-from ..run import Run
+from ..run import Run, read_json
 from .packing import finite, short
 
 MOST = 3000  # edges to draw per model
@@ -48,10 +47,9 @@ def comparisons(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     for path in [*fixed, *sorted((folder / "circuits").glob("*/results.json"))]:
         if not path.is_file():
             continue
-        try:
-            found = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON ({error}); run the comparison again or remove it") from error
+        found = read_json(path)
+        if not isinstance(found, dict):
+            raise ValueError(f"{path} is damaged: expected an object; run the comparison again or remove it")
         if "tasks" not in found and "curve" in found:
             role = "sparse" if found.get("sparse") else "dense"
             found = {"names": {role: found.get("model", role)}, "tasks": {found["task"]: {"models": {role: found}}}}
@@ -77,13 +75,37 @@ def _task(name: str, row: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _attention_edges(row: dict[str, Any]) -> dict[str, Any] | None:
     """The same curves over single attention edges (layer, head, query, key), where they were measured."""
-    kept = ("curve", "edges_at", "edges_at_interval", "n_edges", "n_alive", "n_prompts", "length", "example")
     models = {
-        role: {name: results["attention_edges"][name] for name in kept if name in results["attention_edges"]}
-        for role, results in row["models"].items()
-        if results.get("attention_edges")
+        role: _token_model(row["models"][role]["attention_edges"], row["models"][role]["n_layers"])
+        for role in ROLES
+        if role in row["models"] and row["models"][role].get("attention_edges")
     }
-    return {"thresholds": row.get("attention_edges", {}), "models": models} if models else None
+    if not models:
+        return None
+    thresholds = {
+        "thresholds": row.get("attention_edges", {}),
+        "thresholds_control": row.get("attention_edges_control", {}),
+    }
+    return thresholds | {"models": models}
+
+
+def _token_model(found: dict[str, Any], n_layers: int) -> dict[str, Any]:
+    """One model's curve, and the edges behind it, best first, as columns: the first n are the circuit of size n."""
+    kept = ("curve", "edges_at", "edges_at_interval", "n_edges", "n_alive", "n_prompts", "example")
+    places = [found["columns"].index(name) for name in ("layer", "head", "query", "key", "score")]
+    layer, head, query, key, score = ([edge[at] for edge in found["circuit"]] for at in places)
+    # Runs of earlier versions have no weights and no tokens; positions stand in for those.
+    weight = [edge[5] if len(edge) > 5 else None for edge in found["circuit"]]
+    edges = {
+        "layer": layer,
+        "head": head,
+        "query": query,
+        "key": key,
+        "score": short(score, 6),
+        "weight": short(weight, 4),
+    }
+    tokens = found.get("tokens") or [str(i) for i in range(found["length"])]
+    return {name: found[name] for name in kept} | {"n_layers": n_layers, "tokens": tokens, "edges": edges}
 
 
 def _model(results: dict[str, Any], path: Path, task: str, role: str) -> dict[str, Any]:

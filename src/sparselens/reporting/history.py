@@ -30,16 +30,23 @@ def _sparsified(run: Run, lines: list[dict[str, Any]]) -> dict[str, Any]:
     series = {
         "sparse": _columns(thin(lines), "loss", "density", "lambda", "tokens_per_second"),
         "heldout": _columns(_with(lines, "heldout_loss"), "heldout_loss", "heldout_density"),
+        "heldout_text": _columns(_with(lines, "heldout_cross_entropy"), "heldout_cross_entropy"),
+        "control_text": _columns(_with(control, "heldout_cross_entropy"), "heldout_cross_entropy"),
         "control": _columns(thin(control), "tokens_per_second"),
         "control_heldout": _columns(_with(control, "heldout_loss"), "heldout_loss"),
         "allowed": _allowed(summary.get("target"), config, steps),
     }
     loss = "KL to base" if config.get("loss") == "kl" else "Loss"
+    allowed = [("allowed", "allowed", "loss", "limit", "dashed")]
+    apart = loss == "KL to base" and summary.get("target_of") == "held-out loss"  # trained on one, judged by the other
     charts = [
         _chart(loss, "nats per token", ("training batches", "sparse", "loss", "sparse", "faint"),
                ("held out", "heldout", "heldout_loss", "ink", "points"),
                ("control, held out", "control_heldout", "heldout_loss", "control", "line"),
-               ("allowed", "allowed", "loss", "limit", "dashed"), log=True),
+               *([] if apart else allowed), log=True),
+        *([_chart("Loss", "nats per token", ("held out", "heldout_text", "heldout_cross_entropy", "ink", "points"),
+                  ("control, held out", "control_text", "heldout_cross_entropy", "control", "line"), *allowed)]
+          if apart else []),
         _chart("Density", "open edges of possible ones", ("in training", "sparse", "density", "sparse", "line"),
                ("held out, gates fixed", "heldout", "heldout_density", "ink", "points"), log=True, share=True),
         _chart("Lambda", "weight of the loss", ("lambda", "sparse", "lambda", "sparse", "line"), log=True),
@@ -51,15 +58,29 @@ def _sparsified(run: Run, lines: list[dict[str, Any]]) -> dict[str, Any]:
         "charts": charts,
         "per_layer": _per_layer(lines, "heldout_density_per_layer", "Density of every layer over time", "held out"),
         "best_step": summary.get("best_step"),
-        "lead": "Gates close while the loss is held at its target.",
-        "how": [
-            "The dashed line is what the constraint allows: the target, plus the slack that shrinks to nothing on the "
-            "way. Points are held-out text with gates fixed, which is what counts; lines are training batches with "
-            "sampled gates.",
-            "The state that was kept is the sparsest one that met the target on held-out text, not the last one. "
-            "Lambda rises while the loss is above its target and falls while there is room.",
-        ],
+        **(BUDGET if config.get("density") else CONSTRAINT),
     }
+
+
+BUDGET = {
+    "lead": "Gates close until the budget of edges is met; then the weights learn to do without the closed ones.",
+    "how": [
+        "The dashed line is the loss that was hoped for. Points are held-out text with gates fixed, which is what "
+        "counts; lines are training batches, with sampled gates while the budget falls and fixed ones afterwards.",
+        "The state that was kept has the least held-out loss among those within the budget. Lambda, the weight of the "
+        "loss against density, falls while too many edges are open.",
+    ],
+}
+CONSTRAINT = {
+    "lead": "Gates close while the loss is held at its target.",
+    "how": [
+        "The dashed line is what the constraint allows: the target, plus the slack that shrinks to nothing on the "
+        "way. Points are held-out text with gates fixed, which is what counts; lines are training batches with "
+        "sampled gates.",
+        "The state that was kept is the sparsest one that met the target on held-out text, not the last one. "
+        "Lambda rises while the loss is above its target and falls while there is room.",
+    ],
+}
 
 
 def _transcoder(lines: list[dict[str, Any]]) -> dict[str, Any]:
@@ -105,7 +126,7 @@ def _allowed(target: float | None, config: dict[str, Any], steps: int) -> dict[s
     """The target plus what is left of the slack, over the whole run."""
     if target is None:
         return {"step": [], "loss": []}
-    slack, until = config.get("slack") or 0.0, config.get("slack_until") or 1.0
+    slack, until = 0.0 if config.get("density") else config.get("slack") or 0.0, config.get("slack_until") or 1.0
     at = [steps * i / 100 for i in range(101)]
     return {"step": at, "loss": [target + slack * max(0.0, 1 - step / steps / until) for step in at]}
 

@@ -125,16 +125,15 @@ def _of_training(rows: dict[str, Any], summary: dict[str, Any], config: dict[str
     if sparse is None:
         return [_verdict("open", "Not evaluated", "the Run has not finished; continue it with --resume")]
     found = []
-    kl = config.get("loss") == "kl"
+    what = summary.get("target_of") or ("KL to base" if config.get("loss") == "kl" else "held-out loss")
     if "met" in summary:
-        what = "KL to base" if kl else "held-out loss"
         state = "met" if summary["met"] else "missed"
         word = "was met in training" if summary["met"] else "was never met; the closest state was kept"
         detail = (
             f"{what} at most {summary['target']:.4g} nats on the steering slice {word} (step {summary['best_step']})"
         )
         found.append(_verdict(state, "Constraint", detail))
-    found += _on_unseen(sparse, base, control, summary, config, kl)
+    found += _on_unseen(sparse, base, control, summary, config, what == "KL to base")
     if control is None:
         found.append(_verdict("care", "Control", "none was trained: the loss may only show adaptation to the text"))
     elif base is not None:
@@ -195,11 +194,12 @@ def _on_unseen(sparse, base, control, summary, config, kl: bool) -> list[dict[st
 
 def _of_circuit(task: dict[str, Any]) -> list[dict[str, str]]:
     found, name = [], task["name"]
-    tokens = (task.get("attention") or {}).get("thresholds", {})
+    tokens = task.get("attention") or {}
     for label, other, thresholds in (
         (f"Circuit of {name}", "dense base", task.get("thresholds", {})),
         (f"Circuit of {name}, against the control", "dense control", task.get("thresholds_control", {})),
-        (f"Attention edges of {name}", "dense base", tokens),
+        (f"Attention edges of {name}", "dense base", tokens.get("thresholds", {})),
+        (f"Attention edges of {name}, against the control", "dense control", tokens.get("thresholds_control", {})),
     ):
         m = thresholds.get("0.9")
         if m:

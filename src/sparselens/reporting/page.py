@@ -21,9 +21,8 @@ from ..run import write_bytes
 
 SCRIPTS = (
     "dom.js", "data.js", "palette.js", "scene.js", "download.js", "axes.js", "summary.js", "charts.js", "training.js",
-    "maps.js", "lens.js", "head.js", "flow.js", "attention.js", "curves.js", "graph.js", "heads.js", "circuits.js",
-    "carriers.js", "checks.js", "trace_picture.js",
-    "attribution.js", "main.js",
+    "maps.js", "lens.js", "head.js", "flow.js", "attention.js", "curves.js", "kept.js", "graph.js", "token_edges.js",
+    "heads.js", "circuits.js", "carriers.js", "checks.js", "trace_picture.js", "attribution.js", "main.js",
 )  # fmt: skip
 IMPORT = re.compile(r"^import\s[^;]*?from\s+\"\./[\w.]+\";\n", re.M)
 

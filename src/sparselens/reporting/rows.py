@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from ..run import Run
+from ..run import Run, reading
 from .attention import BUDGET, attention
 from .circuit_rows import circuits
 from .history import training
@@ -17,7 +17,11 @@ def payload(runs: "list[Path | str | Run]", live: bool = False) -> dict[str, Any
     if not 1 <= len(runs) <= 2:
         raise ValueError(f"a report shows one or two Runs, not {len(runs)}")
     opened = [run if isinstance(run, Run) else Run(run) for run in runs]
-    return {"runs": [_run(run, BUDGET // len(opened)) for run in opened], "live": live}
+    found = []
+    for run in opened:
+        with reading(run.path):
+            found.append(_run(run, BUDGET // len(opened)))
+    return {"runs": found, "live": live}
 
 
 def _run(run: Run, budget: int) -> dict[str, Any]:
@@ -39,9 +43,13 @@ def _commands(run: Run) -> dict[str, str]:
     task = "addition" if model == "addition" else "ioi"
     dense = f"{folder}/base/model" if model == "addition" else shlex.quote(model)
     prompt = "36+28=?????" if model == "addition" else 'The opposite of "large" is "'
+    again = str(run.record.get("provenance", {}).get("command", ""))  # an unfinished Run goes on with the same settings
+    if not again.startswith(("sparselens sparsify ", "sparselens transcode ")):
+        again = f"sparselens sparsify {shlex.quote(title(run))} --data TEXT --out {folder}"
+    again += "" if "--resume" in again.split() else " --resume"
     return {
-        "overview": f"sparselens evaluate {folder}",
-        "training": f"sparselens sparsify {shlex.quote(title(run))} --data TEXT --out {folder} --control",
+        "overview": again,
+        "training": again,
         "attention": f"sparselens report {folder}",
         "circuits": f"sparselens compare {dense} {folder} --tasks {task} --out {folder}/circuits",
         "traces": f"sparselens trace {folder} --transcoder TRANSCODER --prompt '{prompt}' --out {folder}/trace",

@@ -22,6 +22,8 @@ def serve(runs: list[Path], port: int = 8765, say: Callable[[str], None] = print
 
 
 def make_server(runs: list[Path], port: int = 0) -> ThreadingHTTPServer:
+    if not 0 <= port <= 65535:
+        raise ValueError(f"port={port}: expected a number from 0 to 65535")
     payload(list(runs))  # a folder that is no Run is an error now, not a page of errors later
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), partial(Handler, runs))

@@ -5,13 +5,12 @@ and measured changes) and the Graph itself (graph.json, graph.safetensors). The 
 features of the Graph, the most influential first.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..run import Run
+from ..run import Run, read_json
 from .packing import finite, short
 
 MOST_LINKS = 40  # of an edge's departure and arrival each
@@ -27,21 +26,21 @@ def trace_files(folder: Path) -> list[Path]:
 
 def traced_prompts(folder: Path) -> list[str]:
     """The prompts of these traces: the page shows their attention too."""
-    return list(dict.fromkeys(str(_read(path).get("prompt", "")) for path in trace_files(folder)))
+    return list(dict.fromkeys(str(read_trace(path).get("prompt", "")) for path in trace_files(folder)))
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON ({error}); trace the prompt again or remove it") from error
+def read_trace(path: Path) -> dict[str, Any]:
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: expected an object; trace the prompt again or remove it")
+    return found
 
 
 def traces(run: Run) -> list[dict[str, Any]]:
     """Every traced prompt found in the Run; a trace made --against another model counts as two."""
     found = []
     for path in trace_files(run.path):
-        value = _read(path)
+        value = read_trace(path)
         name = path.parent.name if path.parent != run.path else "trace"
         found.append(one_trace(value, name) | {"graph": features(path.parent)})
         if isinstance(value.get("against"), dict):
@@ -138,7 +137,10 @@ def features(folder: Path) -> dict[str, Any] | None:
         return None
     from safetensors.numpy import load_file
 
-    table = load_file(folder / "graph.safetensors")
+    try:
+        table = load_file(folder / "graph.safetensors")
+    except Exception as error:  # safetensors has its own error type
+        raise ValueError(f"{folder / 'graph.safetensors'} cannot be read ({error}); trace the prompt again") from error
     kept = np.flatnonzero(table["node_kept"])
     kept = kept[np.argsort(-table["influence"][kept], kind="stable")]
     ends = np.isin(table["kind"][kept], [KINDS.index("token"), KINDS.index("logit")])

@@ -75,7 +75,7 @@ class Explorer {
               this.view,
               (view) => {
                 this.view = view;
-                this.refresh();
+                this.refreshMaps();
               },
             )
           : null,
@@ -219,12 +219,16 @@ class Explorer {
   }
   choose(layer, head) {
     Object.assign(this, { layer, head });
-    this.refresh();
+    this.grids.forEach((grid) => grid.mark([layer, head]));
+    this.refreshHead();
   }
   refresh() {
+    this.refreshMaps();
+    this.refreshToken();
+  }
+  refreshMaps() {
     this.grids.forEach((grid, i) => grid.show(this.models[i], this.view, [this.layer, this.head], this.token));
     this.refreshHead();
-    this.refreshToken();
   }
   refreshHead() {
     this.headTitle.textContent = `Layer ${this.layer}, head ${this.head}`;

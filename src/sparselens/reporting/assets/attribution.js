@@ -1,6 +1,6 @@
 // Attribution: clusters and features of a traced prompt over layers and positions, and who carries each edge.
 
-import { dropdown, element, emptyNotice, heading, how, number, percent, segments, swatch } from "./dom.js";
+import { dropdown, element, emptyNotice, heading, how, number, percent, segments, swatch, table } from "./dom.js";
 import { ROLE_NAMES } from "./data.js";
 import { loadMaps } from "./maps.js";
 import { downloads } from "./download.js";
@@ -152,21 +152,18 @@ class TraceView {
 
   fillTable() {
     const { clusters, edges } = this.trace;
-    this.rows = edges.slice(0, 60).map((edge, i) => {
+    const rows = edges.slice(0, 60).map((edge, i) => {
       const on = { click: () => this.choose(i), focus: () => this.point(i), blur: () => this.point(null) };
       const name = `${clusters[edge.source].name} → ${clusters[edge.target].name}`;
-      return element(
-        "tr",
-        {},
-        element("th", { scope: "row" }, element("button", { class: "says", type: "button", "data-edge": i, on }, name)),
-        element("td", {}, number(edge.weight)),
-        element("td", {}, edge.heads.length ? String(edge.heads.length) : "–"),
-      );
+      return [
+        element("button", { class: "says", type: "button", "data-edge": i, on }, name),
+        number(edge.weight),
+        edge.heads.length ? String(edge.heads.length) : "–",
+      ];
     });
-    const titles = ["Edge", "Weight", "Heads for 80 %"].map((name) => element("th", { scope: "col" }, name));
-    this.table.replaceChildren(
-      element("table", {}, element("thead", {}, element("tr", {}, titles)), element("tbody", {}, this.rows)),
-    );
+    const made = table(["Edge", "Weight", "Heads for 80 %"], rows);
+    this.rows = [...made.tBodies[0].rows];
+    this.table.replaceChildren(made);
   }
 
   point(edge) {

@@ -1,6 +1,6 @@
 // One edge of the attribution graph, opened: the heads that carry it, their maps, why they look there.
 
-import { element, number, percent } from "./dom.js";
+import { element, number, percent, table } from "./dom.js";
 import { keepDrawn, palette } from "./palette.js";
 import { fit } from "./scene.js";
 import { atlas } from "./maps.js";
@@ -122,48 +122,21 @@ function linkTable(trace, edge, onLook) {
   return element(
     "div",
     { class: "scroll", tabindex: "0", role: "region", "aria-label": "Links that bring this edge to its target" },
-    element(
-      "table",
-      {},
-      element("caption", {}, "Links that bring it to its target"),
-      element(
-        "thead",
-        {},
-        element(
-          "tr",
-          {},
-          ["Head", "Query → key", "Share", "Margin"].map((name) => element("th", { scope: "col" }, name)),
-        ),
-      ),
-      element(
-        "tbody",
-        {},
-        rows.map((link) => {
-          const look = looks.get(`${link.layer} ${link.head} ${link.query} ${link.key}`);
-          return element(
-            "tr",
-            {},
-            element(
-              "th",
-              { scope: "row" },
-              look
-                ? element(
-                    "button",
-                    { class: "says", type: "button", "data-look": headName(link), on: { click: () => onLook(look) } },
-                    headName(link),
-                  )
-                : headName(link),
-            ),
-            element(
-              "td",
-              {},
-              element("span", { class: "says" }, `${token(link.query)} ${link.query} → ${token(link.key)} ${link.key}`),
-            ),
-            element("td", {}, share(link.share, edge.weight)),
-            element("td", {}, look ? number(look.margin) : "–"),
-          );
-        }),
-      ),
+    table(
+      ["Head", "Query → key", "Share", "Margin"],
+      rows.map((link) => {
+        const look = looks.get(`${link.layer} ${link.head} ${link.query} ${link.key}`);
+        const on = { click: () => onLook(look) };
+        return [
+          look
+            ? element("button", { class: "says", type: "button", "data-look": headName(link), on }, headName(link))
+            : headName(link),
+          element("span", { class: "says" }, `${token(link.query)} ${link.query} → ${token(link.key)} ${link.key}`),
+          share(link.share, edge.weight),
+          look ? number(look.margin) : "–",
+        ];
+      }),
+      "Links that bring it to its target",
     ),
   );
 }
@@ -187,36 +160,13 @@ export function lookDetail(look) {
     element(
       "div",
       { class: "scroll", tabindex: "0", role: "region", "aria-label": "Terms of the attention logit" },
-      element(
-        "table",
-        {},
-        element(
-          "thead",
-          {},
-          element(
-            "tr",
-            {},
-            ["Query side", "Key side", "Term", ""].map((name) =>
-              element("th", { scope: "col" }, name || element("span", { class: "unseen" }, "size")),
-            ),
-          ),
-        ),
-        element(
-          "tbody",
-          {},
-          look.terms.slice(0, 12).map((term) => {
-            const bar = element("div", { class: term.term < 0 ? "term negative" : "term" });
-            bar.style.width = `${(80 * Math.abs(term.term)) / largest}px`;
-            return element(
-              "tr",
-              {},
-              element("th", { scope: "row" }, String(term.query_source)),
-              element("td", {}, String(term.key_source)),
-              element("td", {}, number(term.term)),
-              element("td", {}, bar),
-            );
-          }),
-        ),
+      table(
+        ["Query side", "Key side", "Term", element("span", { class: "unseen" }, "size")],
+        look.terms.slice(0, 12).map((term) => {
+          const bar = element("div", { class: term.term < 0 ? "term negative" : "term" });
+          bar.style.width = `${(80 * Math.abs(term.term)) / largest}px`;
+          return [String(term.query_source), String(term.key_source), number(term.term), bar];
+        }),
       ),
     ),
     look.closing?.length

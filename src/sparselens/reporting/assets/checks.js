@@ -1,6 +1,6 @@
 // Interventions: what was predicted when a source is removed, and what happened in the real model.
 
-import { element, number } from "./dom.js";
+import { element, number, table } from "./dom.js";
 import { keepDrawn, palette } from "./palette.js";
 import { Scene, toSvg } from "./scene.js";
 import { scale } from "./axes.js";
@@ -91,17 +91,12 @@ function checkScene(points, width) {
 /** The strongest edges between single nodes, removed one by one. */
 export function singlesTable(trace) {
   if (!trace.singles.length) return null;
-  const rows = trace.singles.map((row) =>
-    element(
-      "tr",
-      {},
-      element("th", { scope: "row" }, `${row.source} → ${row.target}`),
-      element("td", {}, number(row.weight)),
-      element("td", {}, number(row.predicted_direct ?? row.predicted)),
-      element("td", {}, number(row.measured_direct ?? row.measured)),
-    ),
-  );
-  const titles = ["Edge", "Weight", "Predicted", "Measured"].map((name) => element("th", { scope: "col" }, name));
+  const rows = trace.singles.map((row) => [
+    `${row.source} → ${row.target}`,
+    number(row.weight),
+    number(row.predicted_direct ?? row.predicted),
+    number(row.measured_direct ?? row.measured),
+  ]);
   return element(
     "div",
     { class: "card" },
@@ -119,7 +114,7 @@ export function singlesTable(trace) {
         role: "region",
         "aria-label": `Single features, ${trace.role} model`,
       },
-      element("table", {}, element("thead", {}, element("tr", {}, titles)), element("tbody", {}, rows)),
+      table(["Edge", "Weight", "Predicted", "Measured"], rows),
     ),
   );
 }

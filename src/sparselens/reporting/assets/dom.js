@@ -92,6 +92,26 @@ export function how(...paragraphs) {
   );
 }
 
+/** headings: what stands in each column's head (or a ready <th>); rows: lists of cells, the first one heads its row. */
+export function table(headings, rows, caption) {
+  const head = headings.map((cell) => (cell.tagName === "TH" ? cell : element("th", { scope: "col" }, cell)));
+  const body = rows.map(([first, ...cells]) =>
+    element(
+      "tr",
+      {},
+      element("th", { scope: "row" }, first),
+      cells.map((cell) => element("td", {}, cell)),
+    ),
+  );
+  return element(
+    "table",
+    {},
+    caption ? element("caption", {}, caption) : null,
+    element("thead", {}, element("tr", {}, head)),
+    element("tbody", {}, body),
+  );
+}
+
 /** What a section without rows says. */
 export function emptyNotice(what, command) {
   return element("div", { class: "notice" }, element("p", {}, what), element("code", { class: "command" }, command));

@@ -4,7 +4,7 @@ import { element, number } from "./dom.js";
 import { keepDrawn, palette } from "./palette.js";
 import { fit, paint, Scene } from "./scene.js";
 import { downloads } from "./download.js";
-import { visible } from "./lens.js";
+import { tokenLabel } from "./lens.js";
 
 export const FLOW_TOKENS = 16;
 
@@ -83,23 +83,11 @@ export class Flow {
         scene.text(this.left - 14, y(level) + 4, `layer ${level - 1}`, { fill: colours.soft, size: 11, anchor: "end" });
     }
     tokens.forEach((token, i) =>
-      this.tokenText(scene, x(i), y(0) + 20, visible(token), i === this.token ? colours.mark : colours.ink),
+      tokenLabel(scene, x(i), y(0) + 20, token, this.step, i === this.token ? colours.mark : colours.ink),
     );
     this.answer?.forEach(
-      (token, i) => token !== null && this.tokenText(scene, x(i), y(layers) - 14, visible(token), colours.ink),
+      (token, i) => token !== null && tokenLabel(scene, x(i), y(layers) - 14, token, this.step, colours.ink),
     );
     return scene;
-  }
-  tokenText(scene, x, y, text, fill) {
-    const most = Math.max(1, Math.floor((this.step - 2) / 6.6));
-    const trimmed = text.trim() || "␣";
-    if ([...trimmed].length <= most) scene.text(x, y, trimmed, { fill, size: 12, anchor: "middle", mono: true });
-    else
-      scene.text(x - 3, y - 6, [...trimmed].length > 9 ? `${[...trimmed].slice(0, 8).join("")}…` : trimmed, {
-        fill,
-        size: 10.5,
-        mono: true,
-        rotate: 35,
-      });
   }
 }

@@ -2,7 +2,7 @@
 
 import { element, number } from "./dom.js";
 import { keepDrawn, palette } from "./palette.js";
-import { fit, paint, Scene } from "./scene.js";
+import { fit, paint, Scene, weakLines } from "./scene.js";
 
 /** "a3.h1" -> {kind: "a", layer: 3, head: 1}; order: who comes before whom. */
 export function parseNode(name, layers) {
@@ -19,10 +19,11 @@ export function parseNode(name, layers) {
 
 /** The graph of one model: columns of edges, best first, and which of a prefix lie on a path from input to logits. */
 export class CircuitGraph {
-  constructor({ edges, n_layers: layers, n_heads: heads }) {
+  constructor({ edges, prefix, n_layers: layers, n_heads: heads }) {
     Object.assign(this, {
       layers,
       heads,
+      prefix,
       names: edges.nodes,
       from: edges.from,
       to: edges.to,
@@ -34,6 +35,12 @@ export class CircuitGraph {
       Uint32Array.from(side.keys()).sort((a, b) => this.nodes[side[a]].order - this.nodes[side[b]].order);
     [this.forward, this.backward] = [byOrder(this.from), byOrder(this.to).reverse()];
     [this.input, this.output] = [this.names.indexOf("input"), this.names.indexOf("logits")];
+  }
+  /** The measured circuit at an index on the curve: its live edges, or, where they are too many, the strongest. */
+  circuitAt(at) {
+    const prefix = at === null ? 0 : this.prefix[at];
+    const whole = prefix !== null && prefix !== undefined;
+    return { live: this.live(whole ? prefix : this.from.length), whole };
   }
   /** Indices of the live edges among the first `count`; dead ends removed. */
   live(count) {
@@ -67,10 +74,10 @@ export class CircuitGraph {
 
 const PAD = 26;
 
-/** The picture of a graph, with hover, isolation and keys. onNode(name or null) tells what is pointed at or isolated. */
+/** The picture of a graph, with hover, isolation and keys. tell(node or null): what is pointed at or isolated. */
 export class GraphView {
-  constructor(role, graph, onNode) {
-    Object.assign(this, { role, graph, onNode, live: [], isolated: null, hover: null });
+  constructor(role, graph, tell) {
+    Object.assign(this, { role, graph, tell, live: [], isolated: null, hover: null, columns: ["edge", "score"] });
     this.canvas = element("canvas", { class: "focusable", tabindex: "0", role: "application" });
     this.box = element("div", { class: "plot" }, this.canvas);
     this.redraw = keepDrawn(this.box, (width) => this.draw(width));
@@ -79,7 +86,8 @@ export class GraphView {
     this.canvas.addEventListener("click", (event) => this.isolate(this.at(event)));
     this.canvas.addEventListener("keydown", (event) => this.key(event));
   }
-  show(live) {
+  show(at) {
+    const { live, whole } = this.graph.circuitAt(at);
     this.live = live;
     this.active = new Set(live.flatMap((i) => [this.graph.from[i], this.graph.to[i]]));
     if (this.isolated !== null && !this.active.has(this.isolated)) this.isolated = null;
@@ -87,17 +95,22 @@ export class GraphView {
       "aria-label",
       `Circuit of the ${this.role} model: ${live.length} edges. Arrow keys go from node to node, Enter isolates its paths, Escape shows all.`,
     );
+    this.tell(this.isolated);
     this.redraw();
+    return whole ? "" : `The ${number(live.length)} strongest are drawn.`;
+  }
+  circuit() {
+    return this.live.map((i) => [this.graph.edgeName(i), this.graph.score[i]]);
   }
   point(node) {
     if (node === this.hover) return;
     this.hover = node;
-    this.onNode(node ?? this.isolated);
+    this.tell(node ?? this.isolated);
     this.redraw();
   }
   isolate(node) {
     this.isolated = node === this.isolated ? null : node;
-    this.onNode(this.isolated);
+    this.tell(this.isolated);
     this.redraw();
   }
   key(event) {
@@ -171,7 +184,7 @@ export class GraphView {
     const scene = new Scene(width, height);
     const lines = this.lines();
     const faint = Math.min(1, Math.sqrt(60 / Math.max(lines.length, 1)));
-    const pens = new Map(); // thousands of weak lines of one look are one stroke: ten times faster
+    const weak = weakLines();
     for (const line of lines) {
       const strength = Math.sqrt(Math.min(1, line.size));
       const strong = this.hover !== null && line.lit;
@@ -184,17 +197,13 @@ export class GraphView {
         opacity,
         dash: line.sum < 0 ? [4, 3] : null,
       };
-      if (lines.length > 300 && opacity < 0.5 && !this.bows(line)) this.collect(pens, line, style);
+      if (lines.length > 300 && opacity < 0.5 && !this.bows(line))
+        weak.add(...this.places[line.from], ...this.places[line.to], style);
       else this.line(scene, line, style);
     }
-    scene.shapes.unshift(...[...pens.values()].map(({ points, style }) => ({ kind: "path", points, ...style })));
+    scene.shapes.unshift(...weak.shapes());
     this.nodeShapes(scene, colours, lines);
     return scene;
-  }
-  collect(pens, { from, to }, style) {
-    const key = Math.round(20 * style.opacity); // their dashes could not be told apart, and cost most of the time
-    if (!pens.has(key)) pens.set(key, { points: [], style: { ...style, dash: null } });
-    pens.get(key).points.push(...this.places[from], ...this.places[to], NaN, NaN);
   }
   /** Nodes in one column would hide a straight line between them. */
   bows({ from, to }) {
@@ -232,7 +241,8 @@ export class GraphView {
       scene.text(PAD - 12, 24 + (layer + 1) * this.rise + 4, layer, { ...label, anchor: "end" });
   }
   /** A node in words: its strongest edges in this circuit. */
-  describe(node) {
+  words(node) {
+    if (node === null) return ["Point at a node for its edges; click to isolate its paths."];
     const { from, to, names, score, through } = this.graph;
     const tell = (i, other) =>
       `${names[other[i]]}${through[i] === "-" ? "" : ` (${through[i]})`} ${score[i] > 0 ? "+" : ""}${number(score[i], 2)}`;
@@ -245,6 +255,6 @@ export class GraphView {
             .join(", ")}${found.length > 4 ? ` and ${found.length - 4} more` : ""}`
         : "nothing";
     };
-    return { name: names[node], reads: side(to, from), writes: side(from, to) };
+    return [element("b", {}, names[node]), ` reads ${side(to, from)}; is read by ${side(from, to)}.`];
   }
 }

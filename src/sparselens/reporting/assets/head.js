@@ -1,6 +1,6 @@
 // One head, large: what every query reads, with the gate's margin where there are gates.
 
-import { element, number } from "./dom.js";
+import { element, number, table } from "./dom.js";
 import { keepDrawn, palette } from "./palette.js";
 import { atlas } from "./maps.js";
 import { fit } from "./scene.js";
@@ -153,45 +153,21 @@ export function strongestPairs(models, layer, head, onPair, most = 8) {
   return element(
     "div",
     { class: "scroll", tabindex: "0", role: "region", "aria-label": "Strongest pairs of this head" },
-    element(
-      "table",
-      {},
-      element(
-        "thead",
-        {},
+    table(
+      ["Query → key", ...models.map((maps) => maps.role), ...(gated ? ["margin"] : [])],
+      rows.map(([query, key]) => [
         element(
-          "tr",
-          {},
-          ["Query → key", ...models.map((maps) => maps.role), gated && "margin"]
-            .filter(Boolean)
-            .map((name) => element("th", { scope: "col" }, name)),
+          "button",
+          {
+            class: "says",
+            type: "button",
+            on: { click: () => onPair(query, key), focus: () => onPair(query, key) },
+          },
+          `${visible(tokens[query])} ${query} → ${visible(tokens[key])} ${key}`,
         ),
-      ),
-      element(
-        "tbody",
-        {},
-        rows.map(([query, key]) =>
-          element(
-            "tr",
-            {},
-            element(
-              "th",
-              { scope: "row" },
-              element(
-                "button",
-                {
-                  class: "says",
-                  type: "button",
-                  on: { click: () => onPair(query, key), focus: () => onPair(query, key) },
-                },
-                `${visible(tokens[query])} ${query} → ${visible(tokens[key])} ${key}`,
-              ),
-            ),
-            models.map((maps) => element("td", {}, number(maps.weight(layer, head, query, key)))),
-            gated ? element("td", {}, number(gated.margin(layer, head, query, key))) : null,
-          ),
-        ),
-      ),
+        ...models.map((maps) => number(maps.weight(layer, head, query, key))),
+        ...(gated ? [number(gated.margin(layer, head, query, key))] : []),
+      ]),
     ),
   );
 }

@@ -1,6 +1,6 @@
 // The heads of a circuit as a table one can sort; a click on a name isolates the head in the graph.
 
-import { element, number, percent } from "./dom.js";
+import { element, number, percent, table } from "./dom.js";
 import { downloads } from "./download.js";
 
 /** rows: one per head with a place in the circuit or in the ranking. */
@@ -85,6 +85,25 @@ export class HeadsTable {
     this.note.textContent = `${role} model; whole heads needed when the others are corrupted: ${wanted}`;
     this.draw();
   }
+  sortable(key, title) {
+    const sort = () => {
+      this.down = key === this.sort && !this.down;
+      this.sort = key;
+      this.draw();
+      this.box.querySelector(`[data-sort="${key}"]`).focus();
+    };
+    const chosen = key === this.sort;
+    return element(
+      "th",
+      { scope: "col", "aria-sort": chosen ? (this.down ? "descending" : "ascending") : null },
+      element(
+        "button",
+        { type: "button", "data-sort": key, on: { click: sort } },
+        title,
+        chosen ? (this.down ? " ↓" : " ↑") : "",
+      ),
+    );
+  }
   draw() {
     const value = (row) =>
       this.sort === "name"
@@ -98,65 +117,15 @@ export class HeadsTable {
         a.layer - b.layer ||
         a.head - b.head,
     );
-    const order = this.down ? "descending" : "ascending";
     this.box.replaceChildren(
-      element(
-        "table",
-        {},
-        element(
-          "thead",
-          {},
-          element(
-            "tr",
-            {},
-            COLUMNS.map(([key, title]) =>
-              element(
-                "th",
-                { scope: "col", "aria-sort": key === this.sort ? order : null },
-                element(
-                  "button",
-                  {
-                    type: "button",
-                    on: {
-                      click: () => {
-                        this.down = key === this.sort && !this.down;
-                        this.sort = key;
-                        this.draw();
-                        this.box.querySelector(`[data-sort="${key}"]`).focus();
-                      },
-                    },
-                    "data-sort": key,
-                  },
-                  title,
-                  key === this.sort ? (this.down ? " ↓" : " ↑") : "",
-                ),
-              ),
-            ),
-          ),
-        ),
-        element(
-          "tbody",
-          {},
-          sorted.slice(0, 200).map((row) =>
-            element(
-              "tr",
-              {},
-              COLUMNS.map(([key, , show]) =>
-                key === "name"
-                  ? element(
-                      "th",
-                      { scope: "row" },
-                      element(
-                        "button",
-                        { class: "says", type: "button", on: { click: () => this.onHead(row.name) } },
-                        row.name,
-                      ),
-                    )
-                  : element("td", {}, show(row)),
-              ),
-            ),
-          ),
-        ),
+      table(
+        COLUMNS.map(([key, title]) => this.sortable(key, title)),
+        sorted
+          .slice(0, 200)
+          .map((row) => [
+            element("button", { class: "says", type: "button", on: { click: () => this.onHead(row.name) } }, row.name),
+            ...COLUMNS.slice(1).map(([, , show]) => show(row)),
+          ]),
       ),
       sorted.length > 200
         ? element("p", { class: "note" }, `200 of ${sorted.length} heads; the download has all.`)

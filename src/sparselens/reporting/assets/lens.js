@@ -7,6 +7,17 @@ import { fit } from "./scene.js";
 /** A token as it stands in the prompt; only line ends, which would show as nothing, get a sign. */
 export const visible = (token) => (token === "\n" ? "⏎" : token === "" ? "∅" : token);
 
+/** A token under its column of a picture: upright where it fits, else clipped and turned. */
+export function tokenLabel(scene, x, y, token, step, fill) {
+  const most = Math.max(1, Math.floor((step - 2) / 6.6));
+  const text = [...(visible(token).trim() || "␣")];
+  if (text.length <= most) scene.text(x, y, text.join(""), { fill, size: 12, anchor: "middle", mono: true });
+  else {
+    const short = text.length > 9 ? [...text.slice(0, 8), "…"] : text;
+    scene.text(x - 3, y - 6, short.join(""), { fill, size: 10.5, mono: true, rotate: 35 });
+  }
+}
+
 /** The prompt as buttons. onPoint(token or null) while pointing, onPin(token) on click. */
 export function tokenStrip(tokens, onPoint, onPin) {
   const buttons = tokens.map((token, i) =>

@@ -124,12 +124,19 @@ export class HeadGrid {
     if (at) this.onChoose(...at);
   }
   show(maps, view, chosen, token) {
-    Object.assign(this, { maps, view, chosen, token });
+    Object.assign(this, { maps, view, token });
+    this.mark(chosen, false);
+    this.redraw();
+  }
+  /** Another head is chosen: only the frame around it moves. */
+  mark(chosen, drawn = true) {
+    const { layers, heads } = this.maps;
+    this.chosen = chosen;
     this.canvas.setAttribute(
       "aria-label",
-      `Attention maps of ${maps.layers} layers of ${maps.heads} heads, ${this.role} model; layer ${chosen[0]}, head ${chosen[1]} is chosen. Arrow keys choose another.`,
+      `Attention maps of ${layers} layers of ${heads} heads, ${this.role} model; layer ${chosen[0]}, head ${chosen[1]} is chosen. Arrow keys choose another.`,
     );
-    this.redraw();
+    if (drawn) this.overlay();
   }
   at(event) {
     if (!this.cell) return null;
@@ -143,7 +150,7 @@ export class HeadGrid {
     const { layers, heads, size } = this.maps;
     this.theme = palette();
     const picture = atlas(this.maps, this.view);
-    this.cell = Math.min((width - LABEL) / heads, 96);
+    this.cell = Math.min((width - LABEL) / heads, 96, Math.max(24, 900 / layers)); // the head below stays near
     const [w, h] = [LABEL + this.cell * heads, this.cell * layers + 20];
     const context = fit(this.canvas, w, h);
     context.imageSmoothingEnabled = this.cell < size;

@@ -1,6 +1,6 @@
 // Summary: one sentence, one table, what met its target and what did not; provenance at the foot.
 
-import { element, emptyNotice, number, percent, swatch } from "./dom.js";
+import { element, emptyNotice, number, percent, swatch, table } from "./dom.js";
 import { ROLE_NAMES } from "./data.js";
 
 const STATES = { met: ["✓", "met"], care: ["!", "look twice"], missed: ["✕", "not met"], open: ["–", "open"] };
@@ -20,7 +20,7 @@ export function showSummary(section, run, others) {
         )
       : overview.facts.length
         ? ""
-        : emptyNotice("Nothing has been evaluated yet. This fills the table:", run.commands.overview),
+        : emptyNotice("This Run has not finished; its end fills the table. This goes on with it:", run.commands.overview),
   );
 }
 
@@ -82,34 +82,13 @@ function comparisonTable(overview) {
   return element(
     "div",
     { class: "scroll", tabindex: "0", role: "region", "aria-label": `Table: ${overview.title}` },
-    element(
-      "table",
-      {},
-      element("caption", {}, caption),
-      element(
-        "thead",
-        {},
-        element(
-          "tr",
-          {},
-          element("th", { scope: "col" }, "Model"),
-          columns.map(([name, unit]) =>
-            element("th", { scope: "col" }, name, element("br"), element("small", {}, unit)),
-          ),
-        ),
-      ),
-      element(
-        "tbody",
-        {},
-        rows.map((row) =>
-          element(
-            "tr",
-            { "data-role": row.role },
-            element("th", { scope: "row" }, swatch(row.role === "base" ? "dense" : row.role, ROLE_NAMES[row.role])),
-            columns.map(([, , show]) => element("td", {}, show(row))),
-          ),
-        ),
-      ),
+    table(
+      ["Model", ...columns.map(([name, unit]) => [name, element("br"), element("small", {}, unit)])],
+      rows.map((row) => [
+        swatch(row.role === "base" ? "dense" : row.role, ROLE_NAMES[row.role]),
+        ...columns.map(([, , show]) => show(row)),
+      ]),
+      caption,
     ),
   );
 }

@@ -14,11 +14,13 @@ export class TracePicture {
     this.view = trace.clusters.length ? "clusters" : "features";
     const { role, clusters, edges } = trace;
     this.canvas = element("canvas", {
-      role: "img",
-      "aria-label": `Attribution graph of the ${role} model: ${clusters.length} clusters, ${edges.length} edges. The table lists them.`,
+      class: "focusable",
+      tabindex: "0",
+      role: "application",
+      "aria-label": `Attribution graph of the ${role} model: ${clusters.length} clusters, ${edges.length} edges, which the table lists. Arrow keys go from edge to edge, or from feature to feature; Enter opens an edge.`,
     });
     this.plot = element("div", { class: "plot" }, this.canvas);
-    this.readout = element("p", { class: "readout" });
+    this.readout = element("p", { class: "readout", "aria-live": "polite" });
     this.box = element("div", {}, this.plot, this.readout);
     this.redraw = keepDrawn(this.plot, (width) => {
       const scene = this.scene(width);
@@ -30,6 +32,7 @@ export class TracePicture {
       const edge = this.edgeAt(event);
       if (edge !== null) onChoose(edge);
     });
+    this.canvas.addEventListener("keydown", (event) => this.key(event, onPoint, onChoose));
   }
 
   show(view) {
@@ -44,7 +47,24 @@ export class TracePicture {
       onPoint(event && this.edgeAt(event));
       return;
     }
-    const node = event && this.nodeAt(event);
+    this.pointNode(event && this.nodeAt(event));
+  }
+
+  key(event, onPoint, onChoose) {
+    const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+    const clusters = this.view === "clusters";
+    const count = (clusters ? this.curves : this.places)?.length;
+    const now = clusters ? this.hover : this.node;
+    if (step && count) {
+      const next = now === null ? 0 : (now + step + count) % count;
+      if (clusters) onPoint(next);
+      else this.pointNode(next);
+    } else if (event.key === "Enter" && clusters && now !== null) onChoose(now);
+    else return;
+    event.preventDefault();
+  }
+
+  pointNode(node) {
     if (node === this.node) return;
     this.node = node;
     if (node !== null) this.readout.replaceChildren(...this.describe(node));

@@ -1,6 +1,6 @@
 // Training: loss against its target, density, lambda, speed; where the open edges are, and how they went.
 
-import { element, emptyNotice, heading, how, number, percent } from "./dom.js";
+import { element, emptyNotice, heading, how, number, percent, svgElement } from "./dom.js";
 import { keepDrawn, palette } from "./palette.js";
 import { LineChart, Timeline } from "./charts.js";
 import { Scene, toSvg } from "./scene.js";
@@ -13,7 +13,7 @@ export function showTraining(section, run) {
   if (!rows) {
     section.replaceChildren(
       ...title,
-      emptyNotice("This Run has no metrics yet. Training writes them:", run.commands.training),
+      emptyNotice("This Run has no metrics yet. This goes on with it, and training writes them:", run.commands.training),
     );
     return;
   }
@@ -83,8 +83,13 @@ function heatMaps(run, rows) {
 
 /** rows of densities -> a card with a heat map one can point at. */
 function heatCard(title, unit, stem, values, name, { xLabels, xTitle }) {
-  const plot = element("div", { class: "plot" });
-  const readout = element("p", { class: "readout" }, "Point at a cell to read it.");
+  const plot = element("div", {
+    class: "plot focusable",
+    tabindex: "0",
+    role: "application",
+    "aria-label": `Heat map: ${title}. Arrow keys go from cell to cell.`,
+  });
+  const readout = element("p", { class: "readout", "aria-live": "polite" }, "Point at a cell to read it.");
   const lowest = Math.min(...values.flat().filter((v) => v > 0), 1);
   const shade = (value) =>
     value > 0 ? 0.12 + 0.88 * (1 - Math.log10(value) / Math.log10(Math.min(lowest, 0.999))) : 0;
@@ -124,20 +129,36 @@ function heatCard(title, unit, stem, values, name, { xLabels, xTitle }) {
     plot.cell = cell;
     return scene;
   };
-  keepDrawn(plot, (width) =>
-    plot.replaceChildren(
-      toSvg(
-        build(width),
-        `${title}: from ${percent(Math.min(...values.flat()))} to ${percent(Math.max(...values.flat()))}`,
-      ),
-    ),
-  );
+  let at = null;
+  const mark = () => {
+    plot.querySelector(".at")?.remove();
+    if (!at) return;
+    const { width, height } = plot.cell;
+    const place = { x: 44 + at[1] * width, y: (values.length - 1 - at[0]) * height, width, height };
+    plot.firstChild.append(svgElement("rect", { class: "at", ...place, fill: "none", stroke: palette().ink }));
+  };
+  const point = (i, j) => {
+    if (values[i]?.[j] === undefined) return;
+    at = [i, j];
+    readout.replaceChildren(name(i, j), ": ", element("b", {}, percent(values[i][j])));
+    mark();
+  };
+  const [least, most] = [Math.min(...values.flat()), Math.max(...values.flat())];
+  keepDrawn(plot, (width) => {
+    plot.replaceChildren(toSvg(build(width), `${title}: from ${percent(least)} to ${percent(most)}`));
+    mark();
+  });
   plot.addEventListener("pointermove", (event) => {
     const bounds = plot.getBoundingClientRect();
     const j = Math.floor((event.clientX - bounds.left - 44) / plot.cell.width);
-    const i = values.length - 1 - Math.floor((event.clientY - bounds.top) / plot.cell.height);
-    if (values[i]?.[j] !== undefined)
-      readout.replaceChildren(name(i, j), ": ", element("b", {}, percent(values[i][j])));
+    point(values.length - 1 - Math.floor((event.clientY - bounds.top) / plot.cell.height), j);
+  });
+  plot.addEventListener("keydown", (event) => {
+    const step = { ArrowUp: [1, 0], ArrowDown: [-1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    if (at) point(at[0] + step[0], at[1] + step[1]);
+    else point(0, 0);
   });
   return element(
     "figure",
