@@ -187,7 +187,7 @@ def compare(model, settings: Sparsify, batch: int, tokens: int, repeats: int) ->
         torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        row["density" if gated else "loss"] = (density if gated else loss).sum().item()  # a real step reads them, too
+        row["density" if gated else "loss"] = (density if gated else loss).item()  # a real step reads them, too
 
     empty_cache()
     try:

@@ -10,7 +10,9 @@ import torch
 from models import tiny_tokenizer
 
 from sparselens import data as data_module
-from sparselens.data import TextBatches, TokenCache, find_files, read_documents, separator_id
+from sparselens import documents as documents_module
+from sparselens.data import TextBatches, TokenCache, separator_id
+from sparselens.documents import find_files, read_documents
 
 
 def documents(n=60, seed=0):
@@ -169,7 +171,7 @@ def test_only_as_much_text_as_needed_is_tokenised(tmp_path):
 
 
 def test_memory_is_bounded_by_the_piece_not_by_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(data_module, "PIECE", 200)
+    monkeypatch.setattr(documents_module, "PIECE", 200)
     path = write(tmp_path, "txt", [" ".join(documents())])  # one line, one document
     from pathlib import Path
 
@@ -190,9 +192,9 @@ def test_datasets_are_streamed(tmp_path):
     folder = tmp_path / "corpus"
     folder.mkdir()
     write(folder, "jsonl")
-    from sparselens.data import _dataset_documents
+    from sparselens.documents import dataset_documents
 
-    found = [text for text, _ in _dataset_documents(str(folder), "text")]
+    found = [text for text, _ in dataset_documents(str(folder), "text")]
     assert found == documents()
 
 
@@ -202,7 +204,7 @@ def test_datasets_are_streamed(tmp_path):
      ("owner/name-2.0:config:split", False), ("x.parquet.zst", True)],
 )  # fmt: skip
 def test_files_and_datasets_are_told_apart(pattern, local):
-    assert data_module._is_local(pattern) == local
+    assert documents_module.is_local(pattern) == local
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from models import tiny_model, tiny_tokenizer
 
 import sparselens as sl
 from sparselens import training
-from sparselens.checkpoints import checkpoints
 from sparselens.config import Sparsify, Training
 from sparselens.evaluate import measure
 from sparselens.huggingface import gate_biases, is_gated
@@ -188,20 +187,6 @@ def test_interrupted_control_is_resumed_too(base, tmp_path, monkeypatch):
     monkeypatch.undo()
     parts, _ = sparsify(base, tmp_path / "parts", control=True, resume=True)
     assert lines(parts.path / "control") == lines(whole.path / "control") and lines(parts.path) == lines(whole.path)
-
-
-def test_resume_from_a_damaged_checkpoint_uses_the_one_before(base, tmp_path, monkeypatch):
-    whole, _ = sparsify(base, tmp_path / "whole")
-    stop_after(monkeypatch, 7)
-    with pytest.raises(training.Interrupted):
-        sparsify(base, tmp_path / "parts")
-    monkeypatch.undo()
-    newest = checkpoints(tmp_path / "parts" / "checkpoints")[0]
-    assert newest.name == "step-00000007"
-    (newest / "state.safetensors").write_bytes(b"garbage")
-    parts, said = sparsify(base, tmp_path / "parts", resume=True)
-    assert any("damaged" in text for text in said)
-    assert lines(parts.path) == lines(whole.path)
 
 
 def test_resume_of_a_finished_run_trains_nothing(base, tmp_path):

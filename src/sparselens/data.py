@@ -9,36 +9,28 @@ sequences when asked for. Documents in one sequence do not see each other: `posi
 document, which is how transformers recognises packing.
 """
 
-import glob
-import gzip
 import hashlib
 import io
 import itertools
 import json
-import lzma
 import shutil
-import tempfile
-import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from .documents import PIECE, SEPARATOR_LINE, dataset_documents, find_files, is_local, read_documents
 from .run import lock_file, read_json, reading, write_bytes, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-SEPARATOR_LINE = "<|endoftext|>"  # a line of its own separates the documents of a .txt file
-PIECE = 1 << 20  # characters; longer documents are tokenised in pieces, so that no document must fit in memory
 PIECES_AT_ONCE = 32  # to tokenise
 SHARD = 1 << 24  # tokens per cache file
 HELDOUT_EVERY = 20  # every 20th document is kept from training until there is enough held-out text
-COMPRESSIONS = (".gz", ".xz", ".zst")
-FORMATS = (".txt", ".jsonl", ".parquet")
 
 
 class Batches(Protocol):
@@ -56,154 +48,6 @@ class Batches(Protocol):
     def describe(self) -> dict:
         """Where the data came from, for the record."""
         ...
-
-
-# ---- files -> documents ----------------------------------------------------------------------------------------------
-
-
-def find_files(patterns: list[str]) -> list[Path]:
-    """The files the patterns name, sorted within each pattern; ValueError for a pattern that names none."""
-    files: list[Path] = []
-    for pattern in patterns:
-        matches = sorted(Path(match) for match in glob.glob(pattern, recursive=True))
-        found = [path for path in matches if path.is_file()]
-        for folder in (path for path in matches if path.is_dir()):
-            found += sorted(path for path in folder.rglob("*") if path.is_file() and _format(path))
-        if not found:
-            raise ValueError(f"no text found: {pattern!r} names no file (and is not a Hugging Face dataset)")
-        files += found
-    for path in files:
-        if not _format(path):
-            raise ValueError(
-                f"cannot read {path}: expected {', '.join(FORMATS)}, plain or with {', '.join(COMPRESSIONS)}"
-            )
-        if path.stat().st_size == 0:
-            raise ValueError(f"{path} is empty")
-    return files
-
-
-def _format(path: Path) -> str | None:
-    name = path.name.lower()
-    for suffix in COMPRESSIONS:
-        name = name.removesuffix(suffix)
-    return next((kind for kind in FORMATS if name.endswith(kind)), None)
-
-
-def _open(path: Path) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")  # type: ignore[return-value]
-    if path.suffix == ".xz":
-        return lzma.open(path, "rb")
-    if path.suffix == ".zst":
-        import zstandard
-
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(path.open("rb"), closefd=True))  # type: ignore
-    return path.open("rb")
-
-
-def read_documents(path: Path, field: str = "text") -> Iterator[tuple[str, bool]]:
-    """(text, starts a new document) from one file, in pieces of bounded size."""
-    try:
-        with _open(path) as file:
-            kind = _format(path)
-            if kind == ".txt":
-                yield from _documents_of_lines(io.TextIOWrapper(file, encoding="utf-8"))
-            elif kind == ".jsonl":
-                for number, line in enumerate(io.TextIOWrapper(file, encoding="utf-8"), 1):
-                    if line.strip():
-                        yield _field(_json(line, f"{path}, line {number}"), field, f"{path}, line {number}"), True
-            else:
-                yield from _documents_of_parquet(file, field, path)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv") from error
-    except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise ValueError(f"{path} cannot be decompressed: {error}") from error
-    except Exception as error:
-        if type(error).__name__ == "ZstdError":
-            raise ValueError(f"{path} cannot be decompressed: {error}") from error
-        raise
-
-
-def _documents_of_lines(lines: io.TextIOWrapper) -> Iterator[tuple[str, bool]]:
-    piece: list[str] = []
-    size, fresh = 0, True
-    while line := lines.readline(PIECE):  # bounded: a file without line breaks is a stream too
-        if line.strip() == SEPARATOR_LINE:
-            if piece:
-                yield "".join(piece), fresh
-            piece, size, fresh = [], 0, True
-            continue
-        piece.append(line)
-        size += len(line)
-        if size >= PIECE:
-            yield "".join(piece), fresh
-            piece, size, fresh = [], 0, False
-    if piece:
-        yield "".join(piece), fresh
-
-
-def _documents_of_parquet(file: IO[bytes], field: str, path: Path) -> Iterator[tuple[str, bool]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    with tempfile.TemporaryFile() as plain:
-        if (
-            path.suffix != ".parquet"
-        ):  # parquet needs random access; its compressed form is unpacked to disk, not memory
-            while block := file.read(PIECE):
-                plain.write(block)
-            file = plain
-        try:
-            table = pq.ParquetFile(file)
-            if field not in table.schema_arrow.names:
-                raise ValueError(f"{path} has no column {field!r}; it has {', '.join(table.schema_arrow.names)}")
-            for batch in table.iter_batches(columns=[field], batch_size=256):
-                for value in batch.column(0).to_pylist():
-                    if value:
-                        yield _field({field: value}, field, str(path)), True
-        except (pa.ArrowException, OSError) as error:
-            raise ValueError(f"{path} is not a readable parquet file: {error}") from error
-
-
-def _json(line: str, where: str):
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON ({error})") from None
-
-
-def _field(record, field: str, where: str) -> str:
-    if not isinstance(record, dict) or not isinstance(record.get(field), str):
-        names = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        raise ValueError(f"{where}: no text in field {field!r}; found {names}. Choose one with --text-field")
-    text = record[field]
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half of a character, which JSON can hold and no tokenizer can read
-        text = text.encode("utf-8", "replace").decode()
-    return text
-
-
-def _dataset_documents(name: str, field: str) -> Iterator[tuple[str, bool]]:
-    """Documents of a Hugging Face dataset, streamed: "owner/name", "owner/name:config" or "owner/name:config:split"."""
-    import datasets
-
-    repository, _, rest = name.partition(":")
-    config, _, split = rest.partition(":")
-    try:
-        rows = datasets.load_dataset(repository, config or None, split=split or "train", streaming=True)
-    except Exception as error:  # the hub's many ways of saying no
-        raise ValueError(
-            f"no text found: {name!r} names no file, and no Hugging Face dataset could be opened ({error})"
-        ) from error
-    for row in rows:
-        yield _field(row, field, name), True
-
-
-def _is_local(pattern: str) -> bool:
-    """Whether a pattern means files. What is left is the name of a dataset, and those may have dots in them, too."""
-    looks_like_a_file = pattern.endswith(FORMATS + COMPRESSIONS) or pattern.startswith((".", "/", "~"))
-    return looks_like_a_file or any(c in pattern for c in "*?[") or bool(glob.glob(pattern))
 
 
 # ---- documents -> cached tokens --------------------------------------------------------------------------------------
@@ -296,7 +140,7 @@ def _fingerprint(patterns, tokenizer, need, heldout, field) -> tuple[str, list]:
     """A name for the cache that changes whenever the tokens would, and what went into it."""
     sources = []
     for pattern in patterns:
-        if _is_local(pattern):
+        if is_local(pattern):
             sources += [[str(path), *_stamp(path)] for path in find_files([pattern])]
         else:
             sources.append([pattern])
@@ -316,7 +160,7 @@ def _stamp(path: Path) -> list[int]:
 def _documents(sources: list, field: str) -> Iterator[tuple[str, bool]]:
     for name, *stamp in sources:
         if not stamp:
-            yield from _dataset_documents(name, field)
+            yield from dataset_documents(name, field)
             continue
         try:
             yield from read_documents(Path(name), field)
@@ -408,7 +252,7 @@ class TextBatches:
         self.length, self.seed, self.vocabulary = length, seed, len(tokenizer)
         self._orders: dict[int, np.ndarray] = {}  # epoch -> order of its sequences
         for pattern in (*patterns, *(heldout_patterns or ())):
-            if _is_local(pattern):
+            if is_local(pattern):
                 find_files([pattern])  # a missing file before any is read
         take = 0 if heldout_patterns else heldout_tokens
         options = {"field": field, "progress": progress}

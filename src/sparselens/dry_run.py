@@ -95,6 +95,8 @@ def _count(config, settings: Sparsify, length: int, sequences: int, gpu: bool, c
                     loss = _loss(model, teacher, {"input_ids": ids, "labels": ids}, settings, gpu)
                 kept, forward_peak = work.begin_backward()
                 loss.backward()
+    except RuntimeError as error:  # sizes that only show when something is computed, such as an MLP without width
+        raise ValueError(f"a model of this configuration cannot compute anything: {error}") from error
     finally:
         gc.unfreeze()
         _causal_pairs.cache_clear()  # it remembers tensors, here fake ones
@@ -119,7 +121,7 @@ def _loss(model: nn.Module, teacher: nn.Module | None, batch: dict[str, Tensor],
     if not gpu:
         stage = Stage("plan", model, None, Path(), settings.training, teacher=teacher)  # type: ignore[arg-type]
         loss, density = loss_and_density(stage, batch, (0, 0))
-        return loss + density.sum()
+        return loss + density
     logits = forward(model, batch).logits
     with torch.no_grad():
         reference = None if teacher is None else forward(teacher, batch).logits

@@ -17,7 +17,7 @@ import torch
 from house import PROMPT, command
 
 import sparselens as sl
-from sparselens.data import find_files
+from sparselens.documents import find_files
 
 SOURCE = Path(sl.__file__).parent
 PROJECT = Path(__file__).parents[2]
