@@ -1,6 +1,7 @@
 """What `sparselens plan` says beside what a run then takes: memory, seconds per step, the whole run, disk.
 
-    python benchmarks/plan.py --json results/plan-cpu.json        # on a GPU: results/plan-h200.json
+    python benchmarks/plan.py --json results/plan-cpu.json
+    python benchmarks/plan.py --against results/scale-h200.json --json results/plan-h200.json   # no GPU needed
     python benchmarks/plan.py --paper                             # the table on paper of docs/scale.md
 
 Every case is planned and run in a fresh process, on random weights and random text. Memory on a CPU is all that the
@@ -65,11 +66,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--paper", action="store_true", help="only the table for models and clusters not at hand")
+    parser.add_argument("--against", type=Path, help="plan the steps that scale.py measured on an H200")
     parser.add_argument("--only", help="cases whose name contains this")
     parser.add_argument("--child", nargs=2, metavar=("plan|run", "CASE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.paper:
         paper()
+        return
+    if arguments.against:
+        against(arguments.against, arguments.json)
         return
     gpu = torch.cuda.is_available()
     cases = GPU_CASES if gpu else CPU_CASES
@@ -106,6 +111,53 @@ def main() -> None:
         write_json(
             arguments.json, {"machine": machine, "rows": rows, "largest_error": worst, "provenance": provenance()}
         )
+
+
+def against(path: Path, out: Path | None) -> None:
+    """Training steps that benchmarks/scale.py timed, and a whole run, beside their plans for an H200.
+
+    scale.py keeps no base beside the model, and most of its 7B rows have bfloat16 weights: for those only time compares.
+    """
+    from sparselens.plan import GIB, plan
+
+    measured = json.loads(path.read_text())
+    cases = []
+    for kind, sizes in (("lora", BIG["7B"]), ("full", SMOLLM), ("compiled", SMOLLM)):
+        for row in measured[kind]:
+            options = dict(batch=row["batch"], loss="cross-entropy", compile="yes" if kind == "compiled" else "no",
+                           steps=1, lora=16 if kind == "lora" else 0,
+                           gradient_checkpointing=row.get("gradient_checkpointing", False))  # fmt: skip
+            name = f"{'OLMo-7B, LoRA' if kind == 'lora' else 'SmolLM2-135M'} {row['batch']} x {row['tokens']}"
+            name += ", checkpointing" * options["gradient_checkpointing"] + ", compiled" * (kind == "compiled")
+            gib = row["sparse_peak_gib"] if row.get("weights", "float32") == "float32" else None
+            found = {"gib": gib, "seconds_per_step": statistics.median(row["sparse_seconds"])}
+            cases.append((name, sizes, row["tokens"], options, ("base", "process"), found))
+    run = json.loads((path.parent / "smollm2-135m.json").read_text())["alone"]
+    options = dict(batch=run["batch"], steps=run["steps"], checkpoint_every=10**6)
+    found = {"gib": run["peak_gib"], "seconds_per_step": run["batch"] * run["length"] / run["tokens_per_second"],
+             "seconds": run["minutes"] * 60}  # fmt: skip
+    cases.append(("SmolLM2-135M, the whole run", SMOLLM, run["length"], options, ("process",), found))
+    rows = []
+    print(f"{'planned / measured':44}{'memory, GiB':>18}{'s per step':>18}{'run, s':>14}")
+    for name, sizes, length, options, left_out, found in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            configuration(sizes).save_pretrained(folder)
+            planned = plan(folder, gpus=1, gpu_memory=139.8, length=length, **options)
+        memory = sum(size for part, size in planned.memory.items() if part not in left_out) / GIB
+        guess = {"gib": memory, "seconds_per_step": planned.compute, "seconds": planned.seconds}
+        guess = {key: guess[key] for key, value in found.items() if value is not None}
+        rows.append({"case": name, "planned": guess, "measured": {key: found[key] for key in guess}})
+        cells = [f"{guess[k]:.3g} / {found[k]:.3g}" if k in guess else "" for k in ("gib", "seconds_per_step", "seconds")]
+        print(f"{name:44}{cells[0]:>18}{cells[1]:>18}{cells[2]:>14}", flush=True)
+    worst = {
+        key: max(abs(row["planned"][key] / row["measured"][key] - 1) for row in rows if key in row["planned"])
+        for key in ("gib", "seconds_per_step", "seconds")
+    }
+    print("largest error: " + ", ".join(f"{key} {value:.0%}" for key, value in worst.items()))
+    if out:
+        from sparselens.run import provenance, write_json
+
+        write_json(out, {"machine": measured["machine"], "rows": rows, "largest_error": worst, "provenance": provenance()})
 
 
 def paper(length: int = 4096, batch: int = 256, steps: int = 1200, gib: float = 139.0) -> None:

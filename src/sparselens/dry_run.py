@@ -280,10 +280,11 @@ def _time(config, settings: Sparsify, length: int, sequences: int, device: str, 
         optimizer.zero_grad(set_to_none=True)
         return _now(device) - began
 
-    gradients(1)  # compiles, fills caches
+    few = sequences if device == "cuda" else 1  # a GPU compiles for the size it will see, and is quick enough
+    gradients(few)  # compiles, fills caches
     update()
-    once = gradients(1)
-    n = max(1, min(sequences, int(TIMED_SECONDS / once)))
+    once = gradients(few)
+    n = max(few, min(sequences, int(TIMED_SECONDS / once)))
     seconds = []
     for _ in range(4):
         seconds.append((gradients(n), update()))

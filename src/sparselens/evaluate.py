@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from . import processes
 from .data import Batches
 from .huggingface import is_gated
+from .memory import out_of_memory
 
 
 @dataclass
@@ -79,7 +80,6 @@ def forward(model: nn.Module, batch: dict[str, Tensor], **options) -> Any:
     return model(**inputs, use_cache=False, **options)
 
 
-@torch.no_grad()
 def measure(
     model: nn.Module,
     batches: Batches,
@@ -90,10 +90,27 @@ def measure(
     base: nn.Module | None = None,
     autocast: AbstractContextManager | None = None,
 ) -> Measurement:
-    """Deterministic evaluation on held-out sequences start ... start + count - 1, shared by all processes."""
-    device = next(model.parameters()).device
+    """Deterministic evaluation on held-out sequences start ... start + count - 1, shared by all processes.
+
+    Where `micro_batch` sequences at once are too many for the memory, half of them are tried.
+    """
     was_training = model.training
     model.eval()
+    try:
+        return _measure(model, batches, start, count, micro_batch, base, autocast)
+    except (RuntimeError, MemoryError) as error:
+        if micro_batch == 1 or not out_of_memory(error) or processes.world() > 1:
+            raise
+    finally:
+        model.train(was_training)
+    if torch.cuda.is_available():  # not in the handler: the traceback holds the tensors that were too many
+        torch.cuda.empty_cache()
+    return measure(model, batches, start, count, micro_batch=micro_batch // 2, base=base, autocast=autocast)
+
+
+@torch.no_grad()
+def _measure(model, batches, start, count, micro_batch, base, autocast) -> Measurement:
+    device = next(model.parameters()).device
     gated = is_gated(model)
     losses, divergences, agreement, correct = (torch.zeros(count, device=device) for _ in range(4))
     queries = torch.zeros((), dtype=torch.int64, device=device)
@@ -118,7 +135,6 @@ def measure(
             agreement[mine] = (((likeliest == reference.argmax(-1)) & (labels != -100)).sum(1) / used)[:n]
         if gated:
             record = record + torch.stack(output.attentions)[:, :n].double().sum(1)  # [n_layers, n_heads, 2]
-    model.train(was_training)
     record = processes.total(record).cpu()
     return Measurement(
         losses=processes.total(losses).cpu(),

@@ -78,7 +78,7 @@ class PeakMemory(TorchDispatchMode):
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether this says that memory ran out, on a GPU or in PyTorch's and Python's words for a CPU."""
-    words = ("not enough memory", "can't allocate memory", "cannot allocate memory", "out of memory")
+    words = ("not enough memory", "can't allocate memory", "cannot allocate memory", "out of memory", "alloc_failed")
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
     )

@@ -4,7 +4,7 @@ Memory   = weights (of the model in training and of the base it is compared with
            one micro-batch keeps: counted, not guessed (dry_run.py). `sharded` (FSDP2) divides all but the last by the
            GPUs and adds what is gathered while it computes.
 Time     = tokens / (tokens per second and GPU * GPUs), or communication where that takes longer. The rate is given,
-           measured on this machine, or, for GPUs that are not here, worked out from counted work and an H200's speed.
+           measured on this machine, or, for an H200 and for GPUs that are not here, worked out from counted work.
 Disk     = checkpoints, the best state, models, tokenised text.
 """
 
@@ -30,6 +30,8 @@ PROCESS = 0.7 * GIB  # Python, PyTorch, what its allocator keeps; on a GPU the C
 GPU_FLOPS, GPU_BYTES, GPU_LAUNCH = 650e12, 6.5e12, 6e-6
 # Compiled blocks: what they keep, how many of the counted bytes they move, how much faster a measured step gets.
 COMPILED_KEEPS, COMPILED_MOVES, COMPILED_SPEED = 0.62, 0.36, 1.4
+GPU_START, COMPILING = 25.0, 30.0  # seconds until the first step, and more where blocks are compiled
+DISK_BYTES = 1e9  # per second and process, with checksums
 SLOW_FLOPS = 2e12  # a shallow step with more work than this is not timed on a CPU, but worked out
 CPU_SHARE = 0.5  # of a large matrix product's speed that a step reaches on a CPU
 NVLINK, NETWORK = 300e9, 40e9  # bytes per second and GPU, in a node of eight and between nodes (400 Gbit/s each)
@@ -164,13 +166,15 @@ def plan(
     per_step = max(compute, communication)
     evaluation = job.forward_share * gradients * job.evaluated_tokens(text) / job.gpus
     stages = 2 if settings.control else 1
+    saving = settings.training.steps // settings.training.checkpoint_every * 16 * job.step.trained / DISK_BYTES
+    start = job.gpu * (GPU_START + stages * job.compiled * COMPILING)
     return dataclasses.replace(
         result,
         tokens_per_second=tokens / job.gpus / compute,
         how=how,
         compute=compute,
         communication=communication,
-        seconds=stages * settings.training.steps * per_step + evaluation,
+        seconds=start + stages * (settings.training.steps * per_step + saving / job.gpus) + evaluation,
     )
 
 
@@ -264,10 +268,10 @@ class Job:
         if tokens_per_second:
             return 1 / tokens_per_second, 0.0, "as given"
         tokens = self.micro * self.length
-        if self.gpu and not here:
+        if self.gpu and (not here or "H200" in torch.cuda.get_device_name()):
             moved = self.step.moved * (COMPILED_MOVES if self.compiled else 1)
             seconds = max(self.step.flops / GPU_FLOPS + moved / GPU_BYTES, self.step.operations * GPU_LAUNCH)
-            return seconds / tokens, 28 * self.step.trained / GPU_BYTES, "worked out for an H200; not measured"
+            return seconds / tokens, 28 * self.step.trained / GPU_BYTES, "worked out for an H200"
         if not self.gpu and self.step.flops / self.micro * 6 / dimensions(self.config).n_layers > SLOW_FLOPS:
             seconds = self.step.flops / (CPU_SHARE * matmul_flops())
             return seconds / tokens, 0.0, "worked out from the speed of matrix products on this machine"

@@ -16,7 +16,7 @@ from test_training import QUICK, Copying, lines, sparsify, stop_after
 
 import sparselens as sl
 from sparselens import data as data_module
-from sparselens import training
+from sparselens import evaluate, training
 from sparselens.checkpoints import checkpoints, load_checkpoint, save_checkpoint
 from sparselens.data import TextBatches
 
@@ -266,13 +266,16 @@ def test_one_bad_gradient_is_discarded(base, tmp_path, monkeypatch, bad):
 ERRORS = {
     "gpu": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     "cpu": RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: not enough memory"),
+    "library": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     "python": MemoryError(),
 }
 
 
-def starve(monkeypatch, most: int, error: BaseException, only_call: int | None = None) -> list[int]:
+def starve(
+    monkeypatch, most: int, error: BaseException, only_call: int | None = None, where=training
+) -> list[int]:
     """Forward passes of more than `most` sequences run out of memory; returns the sizes that were tried."""
-    original = training.forward
+    original = where.forward
     sizes = []
 
     def forward(model, batch, **options):
@@ -281,7 +284,7 @@ def starve(monkeypatch, most: int, error: BaseException, only_call: int | None =
             raise error
         return original(model, batch, **options)
 
-    monkeypatch.setattr(training, "forward", forward)
+    monkeypatch.setattr(where, "forward", forward)
     return sizes
 
 
@@ -316,6 +319,24 @@ def test_out_of_memory_in_the_middle_of_a_step_drops_half_a_gradient(base, tmp_p
     run, said = sparsify(base, tmp_path / "run", batch=6, micro_batch=2)
     assert sum("going on with 1 at a time, and still 6" in text for text in said) == 1
     close(lines(run.path), lines(whole.path))
+
+
+@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
+def test_out_of_memory_while_evaluating(base, tmp_path, monkeypatch, error):
+    """Evaluation makes logits of two models at once: it can fail where training did not."""
+    whole, _ = sparsify(base, tmp_path / "whole", batch=8)
+    sizes = starve(monkeypatch, 3, error, where=evaluate)
+    run, _ = sparsify(base, tmp_path / "run", batch=8)
+    assert sizes[:3] == [8, 4, 2] and 1 not in sizes
+    close(lines(run.path), lines(whole.path))
+    for one, two in zip(run.read("evaluation.json"), whole.read("evaluation.json"), strict=True):
+        assert one["loss"] == pytest.approx(two["loss"], rel=1e-5) and one["density"] == two["density"]
+
+
+def test_evaluating_not_even_one_sequence(base, tmp_path, monkeypatch):
+    starve(monkeypatch, 0, ERRORS["gpu"], where=evaluate)
+    with pytest.raises(torch.OutOfMemoryError):
+        sparsify(base, tmp_path / "run")
 
 
 def test_not_even_one_sequence_fits(base, tmp_path, monkeypatch):
