@@ -11,7 +11,10 @@ import torch
 from sparselens.demo import demo
 from sparselens.run import provenance, write_json
 
-KEYS = ("dense_exact", "sparse_exact", "density", "edges_open", "edges_total", "edges_per_layer", "seconds", "met")
+KEYS = (
+    "dense_exact", "sparse_exact", "density", "edges_open", "edges_total", "edges_per_layer", "multiplier", "seconds",
+    "met",
+)  # fmt: skip
 
 
 def one(seed: int) -> dict:

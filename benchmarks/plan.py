@@ -116,7 +116,7 @@ def main() -> None:
 def against(path: Path, out: Path | None) -> None:
     """Training steps that benchmarks/scale.py timed, and a whole run, beside their plans for an H200.
 
-    scale.py keeps no base beside the model, and most of its 7B rows have bfloat16 weights: for those only time compares.
+    scale.py keeps no base beside the model, and most of its 7B rows have bfloat16 weights: there only time compares.
     """
     from sparselens.plan import GIB, plan
 
@@ -147,7 +147,9 @@ def against(path: Path, out: Path | None) -> None:
         guess = {"gib": memory, "seconds_per_step": planned.compute, "seconds": planned.seconds}
         guess = {key: guess[key] for key, value in found.items() if value is not None}
         rows.append({"case": name, "planned": guess, "measured": {key: found[key] for key in guess}})
-        cells = [f"{guess[k]:.3g} / {found[k]:.3g}" if k in guess else "" for k in ("gib", "seconds_per_step", "seconds")]
+        cells = [
+            f"{guess[k]:.3g} / {found[k]:.3g}" if k in guess else "" for k in ("gib", "seconds_per_step", "seconds")
+        ]
         print(f"{name:44}{cells[0]:>18}{cells[1]:>18}{cells[2]:>14}", flush=True)
     worst = {
         key: max(abs(row["planned"][key] / row["measured"][key] - 1) for row in rows if key in row["planned"])
@@ -157,7 +159,9 @@ def against(path: Path, out: Path | None) -> None:
     if out:
         from sparselens.run import provenance, write_json
 
-        write_json(out, {"machine": measured["machine"], "rows": rows, "largest_error": worst, "provenance": provenance()})
+        write_json(
+            out, {"machine": measured["machine"], "rows": rows, "largest_error": worst, "provenance": provenance()}
+        )
 
 
 def paper(length: int = 4096, batch: int = 256, steps: int = 1200, gib: float = 139.0) -> None:

@@ -8,8 +8,9 @@ from sparselens.sites import ARCHITECTURES
 VOCABULARY = 64
 _SIZES = dict(
     vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    max_position_embeddings=64, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    max_position_embeddings=64, bos_token_id=None, eos_token_id=None, pad_token_id=None,
 )  # fmt: skip
+# No padding token: token 0 is <|endoftext|>, which starts every prompt, and a padding token's embedding is all zeros.
 _GROUPED = _SIZES | {"num_key_value_heads": 2}
 _GPT2 = dict(
     vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None

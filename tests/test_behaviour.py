@@ -12,6 +12,7 @@ from sparselens.cli import main
 from sparselens.data import TextBatches
 from sparselens.huggingface import install_gates
 from sparselens.tasks import Pair, Task
+from sparselens.tasks.words import Words
 
 TEXT = "\n<|endoftext|>\n".join(" ".join(f"w{(i * j + j) % 62}" for j in range(40)) for i in range(60))
 PAIRS = tuple(Pair(f"w{i} w{i + 1}", f"w{i + 3} w{i + 1}", f" w{i + 5}", f" w{i + 9}") for i in range(20))
@@ -60,11 +61,11 @@ def test_text(result, models, batches):
 
 
 def test_tasks(result, models):
-    tokenizer = tiny_tokenizer()
+    tokenizer, words = tiny_tokenizer(), Words(tiny_tokenizer())
     for name, model in models.items():
         right = []
         for pair in PAIRS:
-            last = logits(model, tokenizer(pair.clean)["input_ids"])[-1]
+            last = logits(model, words.encode(pair.clean))[-1]
             answer, wrong = (last[tokenizer(text)["input_ids"][0]] for text in (pair.answer, pair.wrong))
             right.append(bool(answer > wrong))
         cell = result["tasks"]["after"][name]
@@ -78,7 +79,7 @@ def test_next_tokens(result, models):
     tokenizer = tiny_tokenizer()
     for one in result["prompts"]:
         for name, model in models.items():
-            p = logits(model, tokenizer(one["prompt"])["input_ids"])[-1].softmax(-1)
+            p = logits(model, Words(tokenizer).encode(one["prompt"]))[-1].softmax(-1)
             best = p.topk(3)
             said = one["next"][name]
             assert [entry["token"] for entry in said] == [tokenizer.decode([i]) for i in best.indices.tolist()]

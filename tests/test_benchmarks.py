@@ -98,12 +98,16 @@ def test_numbers_are_those_of_the_model(tasks, questions, gated):
     model, tokenizer = tiny_model("llama"), tiny_tokenizer()
     if gated:
         install_gates(model, sl.Gate(bias=0.5)).eval()
+    seen: list[torch.Tensor] = []
+    watch = lambda module, args, kwargs: seen.extend((*args, *kwargs.values())[:1])  # noqa: E731
+    model.register_forward_pre_hook(watch, with_kwargs=True)
     found = answer_benchmarks(model, tokenizer, tasks, batch=4)
+    assert seen and all((ids[:, 0] == 0).all() for ids in seen), "contexts begin as training sequences do"
     assert found.keys() == {"piqa", "openbookqa", "arc_easy"}
     right, right_by_length = [], []
     for line in (questions / "openbookqa" / "test.jsonl").read_text().splitlines():
         row = json.loads(line)
-        start = tokenizer(row["question_stem"])["input_ids"]
+        start = [0, *tokenizer(row["question_stem"])["input_ids"]]
         sums = []
         for choice in row["choices"]["text"]:
             ids = tokenizer(choice)["input_ids"]

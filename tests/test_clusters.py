@@ -118,7 +118,7 @@ def test_names_and_positions_do_not_depend_on_the_transcoder():
     features = [{node_name(g, n.id) for n in g.nodes(kind="feature")} for g in (one, other)]
     assert features[0] != features[1]  # other features, same story
     assert [(c.name, c.kind, c.positions) for c in a] == [(c.name, c.kind, c.positions) for c in b]
-    assert [c.name for c in a] == ["w3 @0", "w5", "w8", "w3 @3", "w9", "say w4", "w4"]
+    assert [c.name for c in a] == ["<|endoftext|>", "w3 @1", "w5", "w8", "w3 @4", "w9", "say w4", "w4"]
     assert rules_of(one) == rules_of(other)
 
 
@@ -192,14 +192,14 @@ def test_clusters_can_be_renamed_split_and_listed_by_hand(graph, tmp_path):
 
 def test_an_output_can_be_renamed(graph):
     name = node_name(graph, graph.n_nodes - 1)
-    clusters = find_clusters(graph, {"the answer": [name], "all": {"positions": list(range(7))}})
+    clusters = find_clusters(graph, {"the answer": [name], "all": {"positions": list(range(8))}})
     assert [(c.name, c.kind) for c in clusters] == [("all", "word"), ("the answer", "output")]
 
 
 @pytest.mark.parametrize("rules, message", [
     ({"a": ["0_99999_1"]}, "no node '0_99999_1'.*kept nearby.*rules"),
-    ({"a": ["E_5_0"], "b": ["E_5_0"]}, "listed twice, in 'a' and in 'b'"),
-    ({"a": {"positions": [7]}}, r"positions \[7\], but the prompt has 7 tokens"),
+    ({"a": ["E_5_1"], "b": ["E_5_1"]}, "listed twice, in 'a' and in 'b'"),
+    ({"a": {"positions": [8]}}, r"positions \[8\], but the prompt has 8 tokens"),
     ({"a": {"position": [1]}}, "expected node ids, or some of"),
     ({"a": {"layers": [1]}}, "layers of 'a'"),
     ({"a": {"kinds": ["logits"]}}, "kinds of 'a'"),
@@ -247,7 +247,7 @@ def test_an_edge_can_be_asked_for_by_name(graph):
     edges = cluster_edges(graph, clusters)
     edge = choose_edge(graph, clusters, edges, "w8 -> w4")
     assert (clusters[edge.source].name, clusters[edge.target].name) == ("w8", "w4")
-    with pytest.raises(ValueError, match="of these clusters: w3 @0"):
+    with pytest.raises(ValueError, match=r"of these clusters: <\|endoftext\|>, w3 @1"):
         choose_edge(graph, clusters, edges, "w8 -> nothing")
     with pytest.raises(ValueError, match="nothing goes from 'w4' to 'w8'"):
         choose_edge(graph, clusters, edges, "w4 -> w8")
@@ -263,9 +263,9 @@ def test_an_edge_can_be_asked_for_by_name(graph):
 @pytest.mark.parametrize("family, gated", [("gpt2", True), ("llama", False)])
 def test_a_target_at_an_earlier_position_is_the_target_of_the_shorter_prompt(family, gated):
     """Attention looks back only: what comes after the position cannot matter."""
-    long = traced(family, gated, target="w4", position=3, budget=10_000)
+    long = traced(family, gated, target="w4", position=4, budget=10_000)
     short = traced(family, gated, target="w4", prompt="w3 w5 w8 w13", budget=10_000)
-    assert long.completeness_error < 1e-9 and int(long.position[-1]) == 3
+    assert long.completeness_error < 1e-9 and int(long.position[-1]) == 4
     torch.testing.assert_close(long.row_value[0], short.row_value[0], rtol=1e-12, atol=1e-12)
     rows = []
     for graph in (long, short):
@@ -274,20 +274,20 @@ def test_a_target_at_an_earlier_position_is_the_target_of_the_shorter_prompt(fam
         rows.append({name: w for name, w in named.items() if "bias" not in name and abs(w) > 1e-13})
     assert rows[0].keys() == rows[1].keys()
     assert all(rows[0][name] == pytest.approx(rows[1][name], rel=1e-9, abs=1e-12) for name in rows[0])
-    token = [int(((g.kind == 2) & (g.position == 1)).nonzero()[0, 0]) for g in (long, short)]
+    token = [int(((g.kind == 2) & (g.position == 2)).nonzero()[0, 0]) for g in (long, short)]
     shares = [carry(g, [(n, g.n_nodes - 1)])[0] for g, n in zip((long, short), token, strict=True)]
     torch.testing.assert_close(shares[0].arrival_heads, shares[1].arrival_heads, rtol=1e-9, atol=1e-12)
-    assert {link["query"] for link in shares[0].arrival} == {3}
+    assert {link["query"] for link in shares[0].arrival} == {4}
 
 
 def test_interventions_on_a_target_at_an_earlier_position():
     from sparselens.interventions import intervene
 
-    long = traced(target="w4", position=3)
+    long = traced(target="w4", position=4)
     short = traced(target="w4", prompt="w3 w5 w8 w13")
     changes = []
     for graph in (long, short):
-        token = int(((graph.kind == 2) & (graph.position == 1)).nonzero()[0, 0])
+        token = int(((graph.kind == 2) & (graph.position == 2)).nonzero()[0, 0])
         changes.append(
             [intervene(graph, scale={token: 0.0}, frozen=f).change[graph.n_nodes - 1] for f in (True, False)]
         )
@@ -295,6 +295,6 @@ def test_interventions_on_a_target_at_an_earlier_position():
 
 
 def test_positions_that_do_not_exist():
-    with pytest.raises(ValueError, match="position=7: the prompt has 7 tokens"):
-        traced(position=7)
-    assert int(traced(position=-2).position[-1]) == 5
+    with pytest.raises(ValueError, match="position=8: the prompt has 8 tokens"):
+        traced(position=8)
+    assert int(traced(position=-2).position[-1]) == 6

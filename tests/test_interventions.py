@@ -36,18 +36,19 @@ def feature(graph, layer, position):
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama", "olmo2"])
 def test_infinitesimal_interventions_in_the_frozen_model(family, gated, cross_layer):
     """Finite differences of the frozen model are the edges; with features responding, the total effects."""
-    graph = traced(family, gated, cross_layer=cross_layer, budget=10_000)
+    # The last word has features in every layer of every one of these models.
+    graph = traced(family, gated, cross_layer=cross_layer, budget=10_000, prompt="w3 w5 w8 w13 w21 w5 w3")
     replacement, step = graph.live, 1e-4
     logits = list(range(graph.n_nodes - len(graph.targets), graph.n_nodes))
-    watch = [*logits, feature(graph, 1, 6)]
+    watch = [*logits, feature(graph, 1, 7)]
     effects = replacement.effects(replacement.reads(torch.tensor(watch)))
     edges = torch.zeros(len(watch), replacement.n_sources, dtype=torch.float64)
     for i, node in enumerate(watch):
         source, weight = graph.row(node)
         edges[i, source] = weight
-    sources = [feature(graph, 0, 2), feature(graph, 0, 6), graph.find("token", -1, 3), graph.find("error", 0, 5)]
+    sources = [feature(graph, 0, 3), feature(graph, 0, 7), graph.find("token", -1, 4), graph.find("error", 0, 6)]
     if family == "gpt2":
-        sources.append(graph.find("position", -1, 1))
+        sources.append(graph.find("position", -1, 2))
     for source in sources:
         for respond, wanted in ((False, edges), (True, effects)):
             moved = intervene(graph, scale={source: 1 + step}, frozen=True, respond=respond, watch=watch)
@@ -58,7 +59,7 @@ def test_infinitesimal_interventions_in_the_frozen_model(family, gated, cross_la
 def test_small_changes_of_the_real_model_follow_the_prediction_where_nothing_is_frozen_away():
     """A feature of the last layer at the last position reaches the logits through the final norm alone."""
     graph = traced("llama")
-    node = feature(graph, 1, 6)
+    node = feature(graph, 1, 7)
     before = graph.live.frozen.final_norm.scale[-1]
     outcome = intervene(graph, scale={node: 0.0})
     after = outcome.run.final_norm.scale[-1]
@@ -71,7 +72,7 @@ def test_small_changes_of_the_real_model_follow_the_prediction_where_nothing_is_
 def test_small_changes_with_mlps_held_follow_the_edges_up_to_patterns_and_norms():
     """With all gates closed and MLPs held, a feature reaches the logits through the final norm alone."""
     graph = traced("gpt2", gated=True, gate_bias=-1e6)
-    node, step = feature(graph, 0, 6), 0.5
+    node, step = feature(graph, 0, 7), 0.5
     moved = intervene(graph, scale={node: 1 + step}, hold_mlps=True)
     scale = moved.run.final_norm.scale[-1] / graph.live.frozen.final_norm.scale[-1]
     predicted = intervene(graph, scale={node: 1 + step}, frozen=True, respond=False)
@@ -142,12 +143,12 @@ def test_silenced_heads_and_closed_gates_against_hooks_on_the_model(family, gate
     assert not torch.allclose(changed, graph.value[-len(graph.targets) :])
     silenced = intervene(graph, ablate=["a0.h1", "a1.h2"]).after
     torch.testing.assert_close(silenced, changed, rtol=1e-6, atol=1e-7)
-    every = [(layer, head, q, k) for layer, head in ((0, 1), (1, 2)) for q in range(7) for k in range(q + 1)]
+    every = [(layer, head, q, k) for layer, head in ((0, 1), (1, 2)) for q in range(8) for k in range(q + 1)]
     torch.testing.assert_close(intervene(graph, close=every).after, silenced)
 
     frozen = graph.live.frozen
-    layer, head, query, key = 0, 3, *divmod(int(frozen.pattern(0)[3].flatten().argmax()), 7)
-    value = frozen.blocks[0].values.view(7, 4, 8)[key, head]
+    layer, head, query, key = 0, 3, *divmod(int(frozen.pattern(0)[3].flatten().argmax()), 8)
+    value = frozen.blocks[0].values.view(8, 4, 8)[key, head]
 
     def closed(z):
         z = z.clone()
@@ -172,10 +173,10 @@ def test_predicted_closing_of_a_gate_in_the_last_layer(family):
     """Nothing but the residual stream comes after it: what is missing is what flowed through that gate."""
     graph = traced(family, gated=True)
     frozen = graph.live.frozen
-    query = 6
-    head, key = divmod(int(frozen.pattern(1)[:, query].argmax()), 7)
+    query = 7
+    head, key = divmod(int(frozen.pattern(1)[:, query].argmax()), 8)
     z = torch.zeros(1, 4, 8, dtype=torch.float64)
-    z[0, head] = frozen.pattern(1)[head, query, key] * frozen.blocks[1].values.view(7, 4, 8)[key, head]
+    z[0, head] = frozen.pattern(1)[head, query, key] * frozen.blocks[1].values.view(8, 4, 8)[key, head]
     lost = frozen.from_mix(1, z.flatten(1), torch.tensor([query]))[0]
     reads = graph.live.reads(torch.arange(graph.n_nodes - len(graph.targets), graph.n_nodes))
     for change in (dict(close=[(1, head, query, key)]), dict(ablate=[f"a1.h{head}"])):

@@ -152,7 +152,7 @@ def test_graphs_from_disk_are_exported_without_heads(graph, tmp_path):
 
 def test_files(graph, tmp_path):
     hostile = copy.copy(graph)
-    hostile.prompt, hostile.tokens = 'a "b"\n\x00 中 🙂', ["a", '"', "\n", "\x00", "中", "🙂", "</script>"]
+    hostile.prompt, hostile.tokens = 'a "b"\n\x00 中 🙂', ["", "a", '"', "\n", "\x00", "中", "🙂", "</script>"]
     path = write_graph(hostile, find_clusters(hostile), tmp_path, slug="A b/../c 中", scan="m")
     found = json.loads(path.read_text())
     check(found)

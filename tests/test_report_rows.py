@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from models import tiny_model, tiny_tokenizer
 from report_runs import LONE, make_run, real_trace, rows_in
 
@@ -11,6 +12,7 @@ from sparselens.cli import main
 from sparselens.report_rows import attention_rows, look
 from sparselens.reporting import payload
 from sparselens.run import write_json
+from sparselens.tasks.words import Words
 
 
 @pytest.fixture
@@ -37,11 +39,11 @@ def test_attention_rows_are_the_models(real_run):
 
     rows = attention_rows(real_run, ("w3 w1 w4 w1",), say=lambda text: None)
     first = rows["prompts"][0]
-    assert first["text"] == "w3 w1 w4 w1" and first["tokens"] == ["w3", " w1", " w4", " w1"]
+    assert first["text"] == "w3 w1 w4 w1" and first["tokens"] == ["<|endoftext|>", "w3", " w1", " w4", " w1"]
     kept = load_file(real_run / "attention" / first["file"])
     dense, _ = sl.load(real_run.parent / "base")
     dense.set_attn_implementation("eager")
-    ids = tiny_tokenizer()(first["text"], return_tensors="pt")["input_ids"]
+    ids = torch.tensor([Words(tiny_tokenizer()).encode(first["text"])])
     expected = dense(ids, output_attentions=True).attentions
     for layer, weights in enumerate(expected):
         assert (kept["dense.weights"][layer].float() - weights[0]).abs().max() < 1e-3

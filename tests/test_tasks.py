@@ -8,6 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from sparselens import tasks
+from sparselens.data import separator_id
 from sparselens.tasks import Pair, Task, task
 from sparselens.tasks.prompts import Rejected, build, collate, tokenize
 from sparselens.tasks.words import Words
@@ -72,8 +73,45 @@ class AutoTokenizerStandIn:
     bos_token = eos_token = None
     bos_token_id = eos_token_id = None
 
+    def get_vocab(self):
+        return {}
+
     def __call__(self, text, add_special_tokens=True):
         return {"input_ids": [hash(word) % 1000 for word in text.replace(".", " .").replace(",", " ,").split()]}
+
+
+def with_specials(**specials: str):
+    """The tokenizer of characters, with special tokens that it knows of but does not add."""
+    made = character_tokenizer()
+    made.add_special_tokens(specials)
+    return made
+
+
+def test_prompts_start_as_training_sequences_do():
+    from tokenizers.processors import TemplateProcessing
+
+    plain = character_tokenizer()("a b")["input_ids"]
+    assert Words(character_tokenizer()).encode("a b") == plain, "no such token: nothing in front"
+    for specials in ({"eos_token": "<|endoftext|>"}, {"bos_token": "<s>", "eos_token": "<|endoftext|>"},
+                     {"bos_token": "<s>", "eos_token": "</s>"}, {"eos_token": "</s>"}):  # fmt: skip
+        made = with_specials(**specials)
+        first = "<|endoftext|>" if "<|endoftext|>" in made.get_vocab() else specials.get("bos_token", "</s>")
+        front = made.convert_tokens_to_ids(first)
+        assert made("a b")["input_ids"] == plain and front == separator_id(made)
+        words = Words(made)
+        assert words.encode("a b") == words.encode(f"{first}a b") == [front, *plain], "once"
+        assert words.encode(first) == words.encode("") == [front]
+        assert words.encode(f"{first}{first}a b") == [front, front, *plain], "what was written is kept"
+        assert words.count("a b") == 4 and words.after("a", words.encode("a"), " b") == plain[1:]
+    for eos in ("</s>", "<|endoftext|>"):
+        adds = with_specials(bos_token="<s>", eos_token=eos)
+        adds.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"<s> $A {eos}",
+            special_tokens=[(token, adds.convert_tokens_to_ids(token)) for token in ("<s>", eos)],
+        )
+        assert adds("a b")["input_ids"] == [adds.bos_token_id, *plain, adds.eos_token_id]
+        assert Words(adds).encode("a b") == [adds.bos_token_id, *plain], "its own first token, and no end"
+        assert separator_id(adds) == adds.bos_token_id, "documents start with the same"
 
 
 def test_answers_that_share_tokens_are_read_where_they_part():

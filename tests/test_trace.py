@@ -10,6 +10,7 @@ from sparselens.frozen import Frozen
 from sparselens.graph import BIAS, ERROR, FEATURE, LOGIT, POSITION, TOKEN
 from sparselens.memory import PeakMemory
 from sparselens.record import capture
+from sparselens.tasks.words import Words
 from sparselens.transcoder import Transcoder
 
 EVERY = 10_000  # a budget that expands every feature
@@ -38,8 +39,9 @@ def test_every_row_sums_to_its_value_whatever_is_asked(options):
 
 
 def test_prompts_of_one_token_and_transcoders_without_an_active_feature():
-    graph = traced(prompt="w3")
-    assert graph.completeness_error < 1e-9 and len(graph.tokens) == 1
+    for prompt, n in (([5], 1), ("<|endoftext|>", 1), ("w3", 2)):
+        graph = traced(prompt=prompt)
+        assert graph.completeness_error < 1e-9 and len(graph.tokens) == n
     transcoder = Transcoder.random(2, 48, 32, dtype=torch.float64)
     for threshold in transcoder.threshold:
         threshold.fill_(1e6)
@@ -65,7 +67,7 @@ def test_values_are_the_models_own():
         block.mlp.register_forward_pre_hook(lambda m, a, i=i: received.update({i: a[0][0]}))
         for i, block in enumerate(model.transformer.h)
     ]
-    ids = torch.tensor([tiny_tokenizer()(PROMPT)["input_ids"]])
+    ids = torch.tensor([Words(tiny_tokenizer()).encode(PROMPT)])
     with torch.no_grad(), capture(model, ["m0", "m1"]) as seen:
         logits = model(ids).logits[0, -1]
     [handle.remove() for handle in handles]
@@ -121,7 +123,7 @@ def frozen_by_autograd(model, ids):
 def test_edges_are_the_gradients_of_the_frozen_model():
     model = copy.deepcopy(biased_model("gpt2"))
     graph = traced("gpt2", target=("w4", "w9"), budget=0)
-    ids = torch.tensor([tiny_tokenizer()(PROMPT)["input_ids"]])
+    ids = torch.tensor([Words(tiny_tokenizer()).encode(PROMPT)])
     logits, places = frozen_by_autograd(model, ids)
     gradients = torch.autograd.grad(logits[6] - logits[11], places)
     replacement = graph.live
@@ -166,13 +168,14 @@ def test_total_effects_of_the_origins_sum_to_the_target(family, hook):
 def test_structure_of_the_graph():
     graph = traced("gpt2")
     counts = torch.bincount(graph.kind.long(), minlength=6).tolist()
-    assert counts[ERROR] == 2 * 7 and counts[TOKEN] == counts[POSITION] == 7 and counts[BIAS] == 5
+    assert counts[ERROR] == 2 * 8 and counts[TOKEN] == counts[POSITION] == 8 and counts[BIAS] == 5
     assert counts[LOGIT] == len(graph.targets) <= 10
     source, target, _ = graph.edges(kept=False)
     free = graph.kind[source] != BIAS
     assert (graph.layer[source] < graph.layer[target])[free].all()
     assert (graph.position[source] <= graph.position[target])[free].all()
-    assert graph.label(graph.find("token", -1, 2)) == "token at 2 'w8'"
+    assert graph.label(graph.find("token", -1, 0)) == "token at 0 '<|endoftext|>'"
+    assert graph.label(graph.find("token", -1, 3)) == "token at 3 'w8'"
     assert not (traced("llama").kind == POSITION).any()
 
 
@@ -204,7 +207,7 @@ def test_influence_and_pruning():
     assert scores["completeness"] == pytest.approx(float(((1 - from_errors) * everything).sum() / everything.sum()))
 
     few, many = (int(graph.prune(nodes=share).node_kept.sum()) for share in (0.3, 0.9))
-    assert 7 < few < many < n
+    assert 8 < few < many < n
     source, target, _ = graph.edges()
     assert graph.node_kept[source].all() and graph.node_kept[target].all()
     for node in graph.nodes(kind="feature"):
@@ -275,8 +278,9 @@ def test_other_bad_input():
         sl.trace(biased_model("gpt2"), tiny_tokenizer(), Transcoder.random(3, 8, 32, dtype=torch.float64), PROMPT)
     with pytest.raises(ValueError, match="training mode"):
         sl.trace(biased_model("gpt2").train(), tiny_tokenizer(), Transcoder.random(2, 8, 32), PROMPT)
-    with pytest.raises(ValueError, match="no tokens"):
-        traced(prompt="")
+    for prompt in ("", "  ", []):
+        with pytest.raises(ValueError, match="no tokens"):
+            traced(prompt=prompt)
     with pytest.raises(ValueError, match="budget=-1"):
         traced(budget=-1)
     with pytest.raises(ValueError, match="share above 0"):

@@ -15,10 +15,12 @@ from sparselens.clusters import carry_clusters, cluster_edges, find_clusters
 from sparselens.config import Trace
 from sparselens.figures_trace import _grid, _sentence, draw_trace, visible
 from sparselens.huggingface import install_gates
+from sparselens.tasks.words import Words
 from sparselens.trace_commands import Traced, trace_demo, trace_prompt
 from sparselens.transcoder import Transcoder
 
 PROMPT = "w3 w5 w8 w13 w21 w3 w9"
+TOKENS = ["<|endoftext|>", *PROMPT.split()]
 EDGE = {"weight", "departure", "arrival", "single_hop", "heads_for_80", "predicted", "measured"}
 
 
@@ -61,10 +63,10 @@ def compared(folder):
 
 def test_rows_have_what_is_promised(compared):
     for rows in (compared, compared["against"]):
-        assert rows["target"][0]["label"] == "w4" and rows["target"][0]["position"] == 6
+        assert rows["target"][0]["label"] == "w4" and rows["target"][0]["position"] == 7
         assert 0 <= rows["completeness_error"] < 1e-4
-        assert rows["tokens"] == PROMPT.split() and rows["prompt"] == PROMPT
-        assert {c["name"] for c in rows["clusters"]} >= {"w8", "w3 @0", "w3 @5", "w4"}
+        assert rows["tokens"] == TOKENS and rows["prompt"] == PROMPT
+        assert {c["name"] for c in rows["clusters"]} >= {"<|endoftext|>", "w8", "w3 @1", "w3 @6", "w4"}
         names = {c["name"] for c in rows["clusters"]}
         for edge in rows["edges"]:
             assert edge.keys() >= EDGE and {edge["source"], edge["target"]} <= names
@@ -134,7 +136,7 @@ def test_files(compared, folder):
     assert {path.name for path in out.iterdir()} == wanted
     assert json.loads((out / "trace.json").read_text()) == compared
     graph = sl.Graph.load(out)
-    assert graph.tokens == PROMPT.split() and graph.prompt == PROMPT
+    assert graph.tokens == TOKENS and graph.prompt == PROMPT
     assert sl.Graph.load(out / "against").settings["gated"] is False
     picture = matplotlib.image.imread(out / "figure4.png")
     red = (picture[..., 0] > 0.7) & (picture[..., 1] < 0.2) & (picture[..., 2] < 0.3)
@@ -145,15 +147,15 @@ def test_files(compared, folder):
 
 def test_clusters_edited_by_hand(compared, folder, tmp_path):
     rules = json.loads((folder / "out" / "clusters.json").read_text())
-    rules["first half"] = {"positions": [0, 1, 2]}
-    for name in ("w3 @0", "w5", "w8"):
+    rules["first half"] = {"positions": [1, 2, 3]}
+    for name in ("w3 @1", "w5", "w8"):
         del rules[name]
     (tmp_path / "mine.json").write_text(json.dumps(rules))
     options = ("--target", "w4", "--clusters", str(tmp_path / "mine.json"), "--json", str(tmp_path / "rows.json"))
     run(folder, *options, "--edge", "first half->w4", "--nodes", "0.95")
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert rows["main"]["source"] == "first half" and rows["main"]["keys"] == [0, 1, 2]
-    before = sum(e["weight"] for e in compared["edges"] if e["target"] == "w4" and e["source"] in ("w3 @0", "w5", "w8"))
+    assert rows["main"]["source"] == "first half" and rows["main"]["keys"] == [1, 2, 3]
+    before = sum(e["weight"] for e in compared["edges"] if e["target"] == "w4" and e["source"] in ("w3 @1", "w5", "w8"))
     assert rows["main"]["weight"] == pytest.approx(before, rel=1e-4, abs=1e-6)
 
 
@@ -166,7 +168,7 @@ def test_a_difference_at_an_earlier_position_and_the_likeliest_token(folder, tmp
     rows = json.loads((tmp_path / "b.json").read_text())
     model, tokenizer = sl.load(folder / "sparse")
     with torch.no_grad():
-        likeliest = int(model(tokenizer(PROMPT, return_tensors="pt")["input_ids"]).logits[0, -1].argmax())
+        likeliest = int(model(torch.tensor([Words(tokenizer).encode(PROMPT)])).logits[0, -1].argmax())
     assert [t["token"] for t in rows["target"]] == [likeliest]
 
 
@@ -176,12 +178,12 @@ def test_a_difference_at_an_earlier_position_and_the_likeliest_token(folder, tmp
 @pytest.mark.parametrize("arguments, message", [
     (["--target", "w4 w5"], "name a single one"),
     (["--edge", "a->b"], "of these clusters"),
-    (["--position", "7"], "position=7"),
+    (["--position", "8"], "position=8"),
     (["--clusters", "nowhere.json"], "no file nowhere.json"),
     (["--against", "x"], "--against needs its own transcoder"),
     (["--nodes", "0"], "nodes=0"),
     (["--prompt", ""], "the prompt is empty"),
-    (["--prompt", "w3 " * 65], "the prompt has 65 tokens, the model reads at most 64"),
+    (["--prompt", "w3 " * 64], "the prompt has 65 tokens, the model reads at most 64"),
     (["--prompt", "a\ud800"], "not valid text at character 1"),
     (["--transcoder", "nowhere"], "no transcoder in nowhere"),
 ])  # fmt: skip
@@ -271,7 +273,7 @@ def test_long_prompts_are_shown_around_what_matters():
 
 def test_hostile_rows_are_drawn_in_every_format(compared, tmp_path):
     rows = json.loads(json.dumps(compared).replace('"w8"', json.dumps("$x\n<")))  # a cluster's name
-    rows["tokens"] = ["$\\frac{1}{0}$", "\n", "<b>&amp;", "\x00\x1b", "友達", "🙂" * 40, '"']
+    rows["tokens"] = ["", "$\\frac{1}{0}$", "\n", "<b>&amp;", "\x00\x1b", "友達", "🙂" * 40, '"']
     rows["model"] = rows["against"]["model"] = "m$_</text>\x00"
     from xml.etree import ElementTree
 

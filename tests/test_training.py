@@ -18,7 +18,7 @@ from sparselens.config import Sparsify, Training
 from sparselens.evaluate import measure
 from sparselens.huggingface import gate_biases, is_gated
 from sparselens.run import Metrics
-from sparselens.sparsification import _settings, _target
+from sparselens.sparsification import _settings, _target, trainable
 
 TIMES = ("tokens_per_second",)
 
@@ -81,6 +81,18 @@ def test_end_to_end_with_control(base, tmp_path):
     assert is_gated(model) and len(tokenizer) == 64
     measured = measure(model, Copying(), 8, 24)
     assert measured.density == pytest.approx(rows[2]["density"]) and measured.loss == pytest.approx(rows[2]["loss"])
+
+
+@pytest.mark.parametrize("family, dropout", [("gpt2", "attn_pdrop"), ("llama", "attention_dropout")])
+def test_neither_control_nor_sparse_model_trains_with_dropout(family, dropout):
+    config = tiny_model(family).config
+    setattr(config, dropout, 0.5)
+    model = type(tiny_model(family))(config)
+    ids = torch.randint(0, 60, (2, 16))
+    noisy = [model.train()(ids).logits for _ in range(2)]
+    assert not torch.equal(*noisy), "the case needs a model with dropout"
+    ready = trainable(model, Training()).train()
+    assert torch.equal(ready(ids).logits, ready(ids).logits)
 
 
 def test_control_sees_the_same_data_and_starts_from_the_same_weights(base, tmp_path):

@@ -8,7 +8,7 @@ from sparselens.config import Gate
 from sparselens.huggingface import install_gates
 from sparselens.transcoder import Transcoder
 
-PROMPT = " ".join(f"w{i}" for i in (3, 5, 8, 13, 21, 3, 5))
+PROMPT = " ".join(f"w{i}" for i in (3, 5, 8, 13, 21, 3, 5))  # eight tokens: <|endoftext|> comes in front
 FAMILIES = ["gpt2", "gpt_neox", "llama", "qwen3", "olmo", "olmo2", "gemma2"]
 
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from .data import first_token
+
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
     from transformers import PreTrainedTokenizerBase
@@ -95,8 +97,18 @@ def answer_benchmarks(
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
+    first = first_token(tokenizer)
+
+    class FromTheStart(HFLM):
+        """Contexts begin as training sequences and all other prompts here do (tasks/words.py)."""
+
+        def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+            asked, answered = super()._encode_pair(context, continuation)
+            missing = first is not None and asked[:1] not in ([first], [tokenizer.bos_token_id])
+            return [first] * missing + asked, answered
+
     known = TaskManager(include_defaults=False)  # the tasks are here already: no need to search for them again
-    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)  # type: ignore[arg-type]
+    lm = FromTheStart(pretrained=model, tokenizer=tokenizer, batch_size=batch)  # type: ignore[arg-type]
     found = simple_evaluate(model=lm, tasks=list(benchmarks), limit=limit, log_samples=False, task_manager=known)
     return benchmark_rows(found)
 

@@ -53,12 +53,19 @@ class Batches(Protocol):
 # ---- documents -> cached tokens --------------------------------------------------------------------------------------
 
 
+def first_token(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """The token that starts every document: BOS where the tokenizer puts it there itself; else <|endoftext|> where the
+    vocabulary has it, else BOS, else EOS."""
+    bos = tokenizer.bos_token_id
+    if bos is not None and tokenizer("a")["input_ids"][:1] == [bos]:
+        return bos
+    found = (tokenizer.get_vocab().get(SEPARATOR_LINE), bos, tokenizer.eos_token_id)
+    return next((token for token in found if token is not None), None)
+
+
 def separator_id(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """The token that starts every document: <|endoftext|> where the vocabulary has it, else BOS, else EOS."""
-    vocabulary = tokenizer.get_vocab()
-    for candidate in (vocabulary.get(SEPARATOR_LINE), tokenizer.bos_token_id, tokenizer.eos_token_id):
-        if candidate is not None:
-            return candidate
+    if (found := first_token(tokenizer)) is not None:
+        return found
     raise ValueError("this tokenizer has no <|endoftext|>, BOS or EOS token to separate documents with")
 
 

@@ -69,7 +69,9 @@ def model_card(run: Run, adapter: bool = False) -> str:
         "## How to load it\n\n```python\nimport sparselens as sl\n\n"
         f'model, tokenizer = sl.load("{"path/to/this/folder"}")\n```\n\n'
         "Plain `from_pretrained` refuses this folder: it would load a dense model without a word."
-        + (" The folder holds an adapter and gates; its base is loaded by name." if adapter else ""),
+        + (" The folder holds an adapter and gates; its base is loaded by name." if adapter else "")
+        + " Begin every prompt with the token that starts documents (`<|endoftext|>` where the vocabulary has it, else "
+        "the beginning-of-sequence token): every training sequence began with it, and gates lean on it.",
         "## How it was made\n\n" + _making(config, run.record.get("provenance", {})),
         "## Limits\n\nGates were trained and measured on the text above, at the length above; on other text density "
         "and loss differ. A sparse circuit is a claim about this model, not about the one it was made from. The base "

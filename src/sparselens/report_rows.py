@@ -19,7 +19,7 @@ from .huggingface import is_gated, load
 from .reporting.trace_rows import traced_prompts
 from .run import Run, write_json
 from .sites import base_model, dimensions
-from .tasks.words import piece
+from .tasks.words import Words, piece
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,6 +29,7 @@ TEXTS = (
     "When Mary and John went to the store, John gave a drink to",
 )
 SUMS = ((36, 28), (7, 95), (50, 50), (86, 19))
+FORMAT = 2  # of attention.json; 1 had no token in front of prompts
 MOST_TOKENS = 64  # a page shows this many without becoming a wall
 
 
@@ -82,7 +83,8 @@ def _kept(run: Run, folders: dict[str, Path | str], texts: tuple[str, ...]) -> d
     newest = max((file.stat().st_mtime for files in weights for file in files), default=0.0)
     rows = run.read("attention/attention.json")
     have = {prompt["text"] for prompt in rows["prompts"]}
-    return rows if path.stat().st_mtime >= newest and have.issuperset(texts) else None
+    fresh = rows.get("format") == FORMAT and path.stat().st_mtime >= newest
+    return rows if fresh and have.issuperset(texts) else None
 
 
 def _check(text: str) -> None:
@@ -128,7 +130,7 @@ def _look(folders: dict[str, Path | str], texts: list[str], addition: bool, out:
     for i, (prompt, kept) in enumerate(zip(prompts, tensors, strict=True)):
         prompt["file"] = f"prompt-{i}.safetensors"
         save_file(kept, out / prompt["file"])
-    return {"shape": shape, "parallel_answer": addition, "prompts": prompts, "notes": notes}
+    return {"format": FORMAT, "shape": shape, "parallel_answer": addition, "prompts": prompts, "notes": notes}
 
 
 def _tokens(
@@ -138,9 +140,11 @@ def _tokens(
     if addition:
         ids = encode(torch.tensor([[int(text[:2]), int(text[3:5])]]))["input_ids"]
         return ids, list(text[:POSITIONS]), False
+    ids = Words(tokenizer).encode(text)
     found = tokenizer(text, return_offsets_mapping=tokenizer.is_fast)
-    ids = found["input_ids"]
-    offsets = found.get("offset_mapping") or [(0, 0)] * len(ids)
+    offsets = list(found.get("offset_mapping") or [(0, 0)] * len(found["input_ids"]))
+    offsets = [(0, 0)] * (ids[:1] != found["input_ids"][:1]) + offsets  # the token put in front is no text of theirs
+    offsets = offsets[: len(ids)]
     pieces, last = [], 0
     for i, (start, end) in zip(ids, offsets, strict=True):
         # The prompt's own characters, with the space before a word that some tokenizers swallow.

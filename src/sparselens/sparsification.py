@@ -218,9 +218,11 @@ def _copy(base: nn.Module, training: Training) -> nn.Module:
 def trainable(model: nn.Module, training: Training) -> nn.Module:
     """The model, ready to train: no dropout; LoRA adapters on it if the settings say so."""
     model.requires_grad_(True)
-    for module in model.modules():
+    for module in model.modules():  # dropout would add its own noise to the constrained loss, and to one of two models
         if isinstance(module, nn.Dropout):
-            module.p = 0.0  # dropout would add its own noise to the constrained loss
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
     if not training.lora:
         return model
     try:

@@ -16,7 +16,7 @@ from .neuronpedia import write_graph
 from .run import check_folder, check_writable, provenance, write_json
 from .sites import base_model, dimensions
 from .trace_summary import summarise, tell
-from .tracing import trace
+from .tracing import prompt_ids, trace
 from .transcoder import Transcoder
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def trace_prompt(
     for number, (one, transcoder) in enumerate(zip(models, coders, strict=True)):
         model, tokenizer = load(one.model, device=device) if isinstance(one.model, str) else one.model
         _check_width(one, model, transcoder)
-        found = list(tokenizer(prompt)["input_ids"])
+        found = prompt_ids(model, tokenizer, prompt).tolist()
         if ids is not None and found != ids:
             raise ValueError(
                 f"{one.name} reads the prompt as other tokens than {models[0].name}; compare related models"

@@ -20,6 +20,7 @@ from .frozen import TOLERANCE, Frozen, exact
 from .graph import BIAS, KINDS, LOGIT, Graph
 from .replacement import Replacement
 from .sites import base_model, dimensions
+from .tasks.words import Words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,7 +67,7 @@ def trace(
         raise ValueError(f"mass={mass}, most_targets={most_targets}: expected a share up to 1, and at least 1")
     if model.training:
         raise ValueError("the model is in training mode, where dropout makes every run another one: call model.eval()")
-    ids = _ids(model, tokenizer, prompt)
+    ids = prompt_ids(model, tokenizer, prompt)
     at = _position(position, len(ids))
     if next(model.parameters()).dtype not in (torch.float32, torch.float64):
         model = copy.deepcopy(model).float()
@@ -83,9 +84,11 @@ def trace(
     return graph.prune(nodes, edges)
 
 
-def _ids(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", prompt: Any) -> Tensor:
-    ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-    ids = torch.as_tensor(ids, device=next(model.parameters()).device).flatten()
+def prompt_ids(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", prompt: Any) -> Tensor:
+    tokens = prompt
+    if isinstance(prompt, str):  # nothing but the token put in front is no prompt
+        tokens = Words(tokenizer).encode(prompt) if tokenizer(prompt, add_special_tokens=False)["input_ids"] else []
+    ids = torch.as_tensor(tokens, device=next(model.parameters()).device).flatten()
     if len(ids) < 1:
         raise ValueError(f"the prompt {prompt!r} has no tokens")
     return ids

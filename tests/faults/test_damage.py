@@ -271,9 +271,7 @@ ERRORS = {
 }
 
 
-def starve(
-    monkeypatch, most: int, error: BaseException, only_call: int | None = None, where=training
-) -> list[int]:
+def starve(monkeypatch, most: int, error: BaseException, only_call: int | None = None, where=training) -> list[int]:
     """Forward passes of more than `most` sequences run out of memory; returns the sizes that were tried."""
     original = where.forward
     sizes = []

@@ -1,13 +1,12 @@
-"""Words that one tokenizer treats alike, so that swapping them keeps a prompt's length."""
+"""A prompt as tokens; and words that one tokenizer treats alike, so that swapping them keeps a prompt's length."""
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
+
+from ..data import first_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# Tokenizers of these families expect their beginning-of-sequence token although some do not add it themselves.
-_BOS = ("<s>", "<bos>", "<|begin_of_text|>")
 
 
 def piece(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
@@ -22,16 +21,19 @@ class Words:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
         self.tokenizer = tokenizer
         self._alike: dict[tuple[str, ...], list[str]] = {}
-        bos = tokenizer.bos_token_id if tokenizer.bos_token in _BOS else None
-        self._bos = cast("int | None", bos)
+        self._first = first_token(tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids as the model expects them: beginning-of-sequence token where it belongs, no end token."""
+        """Token ids of a prompt: in front the token that every training sequence starts with (data.py), no end token.
+
+        Models lean on their first token. A sparse model has only ever seen this one there: on prompts without it,
+        SmolLM2-135M made sparse is 1.4 nats away from its base, with it 0.17 (docs/LOG.md).
+        """
         ids = list(self.tokenizer(text)["input_ids"])
         if ids and ids[-1] == self.tokenizer.eos_token_id and not text.endswith(self.tokenizer.eos_token or "\0"):
             ids.pop()
-        if self._bos is not None and ids[:1] != [self._bos]:
-            ids.insert(0, self._bos)
+        if self._first is not None and ids[:1] not in ([self._first], [self.tokenizer.bos_token_id]):
+            ids.insert(0, self._first)
         return ids
 
     def count(self, text: str) -> int:
