@@ -59,10 +59,10 @@ class AdditionBatches:
         return {"task": "addition", "seed": self.seed, "heldout_sequences": self.n_heldout, "length": self.length}
 
 
-def make_model(seed: int = 0) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+def make_model(seed: int = 0, dropout: float = 0.3) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """An untrained 4-layer, 4-head, 64-wide GPT-2 and a tokenizer that reads characters.
 
-    Dropout on attention weights alone: without it so small a model concentrates on a few edges by itself (docs/LOG.md).
+    dropout: on attention weights alone. Without it so small a model concentrates by itself (docs/LOG.md).
     """
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -70,7 +70,7 @@ def make_model(seed: int = 0) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase
     torch.manual_seed(seed)
     config = GPT2Config(
         vocab_size=len(CHARACTERS), n_positions=POSITIONS, n_embd=64, n_layer=4, n_head=4, activation_function="relu",
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.3, bos_token_id=None, eos_token_id=None,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=dropout, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     characters = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="?"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
