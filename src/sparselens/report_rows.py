@@ -140,18 +140,18 @@ def _tokens(
     if addition:
         ids = encode(torch.tensor([[int(text[:2]), int(text[3:5])]]))["input_ids"]
         return ids, list(text[:POSITIONS]), False
-    ids = Words(tokenizer).encode(text)
+    tokens = Words(tokenizer).encode(text)
     found = tokenizer(text, return_offsets_mapping=tokenizer.is_fast)
     offsets = list(found.get("offset_mapping") or [(0, 0)] * len(found["input_ids"]))
-    offsets = [(0, 0)] * (ids[:1] != found["input_ids"][:1]) + offsets  # the token put in front is no text of theirs
-    offsets = offsets[: len(ids)]
+    offsets = [(0, 0)] * (tokens[:1] != found["input_ids"][:1]) + offsets  # the token put in front is no text of theirs
+    offsets = offsets[: len(tokens)]
     pieces, last = [], 0
-    for i, (start, end) in zip(ids, offsets, strict=True):
+    for i, (start, end) in zip(tokens, offsets, strict=True):
         # The prompt's own characters, with the space before a word that some tokenizers swallow.
         pieces.append(text[last if start > last else start : end] if end > start else piece(tokenizer, i))
         last = max(last, end)
     most = min(MOST_TOKENS, longest)
-    return torch.tensor([ids[:most]]), pieces[:most], len(ids) > most
+    return torch.tensor([tokens[:most]]), pieces[:most], len(tokens) > most
 
 
 @torch.no_grad()
