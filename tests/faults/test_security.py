@@ -93,7 +93,7 @@ def test_pickles_beside_good_files_are_not_looked_at(house, bombs):
         for name in names:
             (house / folder / name).write_bytes(forms["torch"])
     for what in COMMANDS.values():
-        assert command(house, *what, *(["--prompts", "2", "--points", "2"] if what[0] == "discover" else [])).code == 0
+        assert command(house, *what, *(["--prompts", "4", "--points", "2"] if what[0] == "discover" else [])).code == 0
     assert not mark.exists()
 
 
