@@ -100,17 +100,21 @@ def main() -> None:
             for key in ("gib", "seconds_per_step", "seconds", "gb")
         )
         print(f"{name:36}{numbers}", flush=True)
+    conclude(rows, torch.cuda.get_device_name() if gpu else "cpu", arguments.json)
+
+
+def conclude(rows: list[dict], machine: str, out: Path | None) -> None:
+    """The largest errors, and the file. A row may lack some of the quantities."""
+    keys = dict.fromkeys(key for row in rows for key in row["planned"])
     worst = {
-        key: max(abs(row["planned"][key] / row["measured"][key] - 1) for row in rows) for key in rows[0]["planned"]
+        key: max(abs(row["planned"][key] / row["measured"][key] - 1) for row in rows if key in row["planned"])
+        for key in keys
     }
     print("largest error: " + ", ".join(f"{key} {value:.0%}" for key, value in worst.items()))
-    if arguments.json:
+    if out:
         from sparselens.run import provenance, write_json
 
-        machine = torch.cuda.get_device_name() if gpu else "cpu"
-        write_json(
-            arguments.json, {"machine": machine, "rows": rows, "largest_error": worst, "provenance": provenance()}
-        )
+        write_json(out, {"machine": machine, "rows": rows, "largest_error": worst, "provenance": provenance()})
 
 
 def against(path: Path, out: Path | None) -> None:
@@ -151,17 +155,7 @@ def against(path: Path, out: Path | None) -> None:
             f"{guess[k]:.3g} / {found[k]:.3g}" if k in guess else "" for k in ("gib", "seconds_per_step", "seconds")
         ]
         print(f"{name:44}{cells[0]:>18}{cells[1]:>18}{cells[2]:>14}", flush=True)
-    worst = {
-        key: max(abs(row["planned"][key] / row["measured"][key] - 1) for row in rows if key in row["planned"])
-        for key in ("gib", "seconds_per_step", "seconds")
-    }
-    print("largest error: " + ", ".join(f"{key} {value:.0%}" for key, value in worst.items()))
-    if out:
-        from sparselens.run import provenance, write_json
-
-        write_json(
-            out, {"machine": measured["machine"], "rows": rows, "largest_error": worst, "provenance": provenance()}
-        )
+    conclude(rows, measured["machine"], out)
 
 
 def paper(length: int = 4096, batch: int = 256, steps: int = 1200, gib: float = 139.0) -> None:

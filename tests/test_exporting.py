@@ -48,7 +48,7 @@ def test_the_card_says_what_was_measured_and_no_more(runs, tmp_path):
         assert f"{row['loss']:.4f}" in card and f"{row['density']:.2%}" in card
     summary = json.loads((runs / "full" / "summary.json").read_text())
     assert ("did **not** meet" in card) == (not summary["met"])
-    assert "Begin every prompt with the token that starts documents" in card
+    assert "Begin every prompt with `<|endoftext|>`" in card
     assert "tiny-llama" in card and "text.txt" in card and "secret-place" not in card
     without = (export(runs / "lora", tmp_path / "lora") / "README.md").read_text()
     assert "no matched dense control" in without and "same further training" in card

@@ -136,6 +136,16 @@ def test_where_speed_comes_from(folder):
         assert plan(folder, gpus=1, length=16, batch=8).how == "worked out for an H200"
 
 
+@pytest.mark.parametrize(
+    "name, how", [("NVIDIA H200", "worked out for an H200"), ("another", "measured on this machine")]
+)
+def test_a_gpu_that_is_here_is_timed_unless_its_speed_is_known(folder, monkeypatch, name, how):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    monkeypatch.setattr("sparselens.dry_run.time_step", lambda *settings: (1e-3, 1e-3))
+    assert plan(folder, gpus=1, gpu_memory=80, length=16, batch=8).how == how
+
+
 def test_deeper_models_take_longer():
     gradients, update = time_step(deep("llama", 40), Sparsify(), 16, 2, "cpu")
     assert gradients > 2 * time_step(deep("llama", 2), Sparsify(), 16, 2, "cpu")[0] and update > 0

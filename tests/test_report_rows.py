@@ -51,6 +51,9 @@ def test_attention_rows_are_the_models(real_run):
     assert ((margin > 0) == (weights > 0)).all(), "open where the margin says so"
     again = attention_rows(real_run, say=lambda text: pytest.fail("it looked twice"))
     assert again["prompts"][0]["text"] == "w3 w1 w4 w1"
+    kept, said = real_run / "attention" / "attention.json", []
+    write_json(kept, {key: value for key, value in again.items() if key != "format"})
+    assert attention_rows(real_run, say=said.append)["format"] == again["format"] and said, "older ones are not read"
 
 
 def test_weak_edges_stay(real_run):

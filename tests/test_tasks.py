@@ -101,6 +101,8 @@ def test_prompts_start_as_training_sequences_do():
         words = Words(made)
         assert words.encode("a b") == words.encode(f"{first}a b") == [front, *plain], "once"
         assert words.encode(first) == words.encode("") == [front]
+        if made.bos_token not in (None, first):
+            assert words.encode(f"{made.bos_token}a b") == [front, made.bos_token_id, *plain], "another start is none"
         assert words.encode(f"{first}{first}a b") == [front, front, *plain], "what was written is kept"
         assert words.count("a b") == 4 and words.after("a", words.encode("a"), " b") == plain[1:]
     for eos in ("</s>", "<|endoftext|>"):

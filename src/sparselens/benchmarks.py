@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .data import first_token
+from .tasks.words import Words
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
@@ -97,15 +97,14 @@ def answer_benchmarks(
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    first = first_token(tokenizer)
+    words = Words(tokenizer)
 
     class FromTheStart(HFLM):
-        """Contexts begin as training sequences and all other prompts here do (tasks/words.py)."""
+        """Contexts begin as all other prompts here do."""
 
         def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
             asked, answered = super()._encode_pair(context, continuation)
-            missing = first is not None and asked[:1] not in ([first], [tokenizer.bos_token_id])
-            return [first] * missing + asked, answered
+            return words.begin(asked), answered
 
     known = TaskManager(include_defaults=False)  # the tasks are here already: no need to search for them again
     lm = FromTheStart(pretrained=model, tokenizer=tokenizer, batch_size=batch)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .data import first_token
 from .huggingface import load, save
 from .run import Run, check_folder, reading, whole_folder, write_bytes
 
@@ -29,9 +30,11 @@ def export(run: str | Path, out: str | Path, merge: bool = True) -> Path:
     if not merge and not is_adapter:
         raise ValueError(f"the run {run} trained all weights: it has no adapter to export; leave out --adapter")
     check_folder(out)
-    with reading(source.path):
-        card = model_card(source, adapter=is_adapter and not merge)
     model, tokenizer = load(source.path)
+    first = first_token(tokenizer)
+    with reading(source.path):
+        name = None if first is None else str(tokenizer.convert_ids_to_tokens(first))
+        card = model_card(source, adapter=is_adapter and not merge, first=name)
     if is_adapter and merge:
         model = model.merge_and_unload()  # type: ignore[operator]
     with whole_folder(out) as fresh:
@@ -40,8 +43,11 @@ def export(run: str | Path, out: str | Path, merge: bool = True) -> Path:
     return out
 
 
-def model_card(run: Run, adapter: bool = False) -> str:
-    """The README.md of an exported model, in the hub's format: YAML header, then Markdown."""
+def model_card(run: Run, adapter: bool = False, first: str | None = None) -> str:
+    """The README.md of an exported model, in the hub's format: YAML header, then Markdown.
+
+    first: the token every training sequence began with.
+    """
     import yaml
 
     config, rows = run.record["config"], run.read("evaluation.json")
@@ -70,8 +76,7 @@ def model_card(run: Run, adapter: bool = False) -> str:
         f'model, tokenizer = sl.load("{"path/to/this/folder"}")\n```\n\n'
         "Plain `from_pretrained` refuses this folder: it would load a dense model without a word."
         + (" The folder holds an adapter and gates; its base is loaded by name." if adapter else "")
-        + " Begin every prompt with the token that starts documents (`<|endoftext|>` where the vocabulary has it, else "
-        "the beginning-of-sequence token): every training sequence began with it, and gates lean on it.",
+        + (f" Begin every prompt with `{first}`: every training sequence did, and gates lean on it." if first else ""),
         "## How it was made\n\n" + _making(config, run.record.get("provenance", {})),
         "## Limits\n\nGates were trained and measured on the text above, at the length above; on other text density "
         "and loss differ. A sparse circuit is a claim about this model, not about the one it was made from. The base "

@@ -31,7 +31,7 @@ GPU_FLOPS, GPU_BYTES, GPU_LAUNCH = 650e12, 6.5e12, 6e-6
 # Compiled blocks: what they keep, how many of the counted bytes they move, how much faster a measured step gets.
 COMPILED_KEEPS, COMPILED_MOVES, COMPILED_SPEED = 0.62, 0.36, 1.4
 GPU_START, COMPILING = 25.0, 30.0  # seconds until the first step, and more where blocks are compiled
-DISK_BYTES = 1e9  # per second and process, with checksums
+DISK_BYTES = 1e9  # of checkpoints per second and process, checksums included: assumed
 SLOW_FLOPS = 2e12  # a shallow step with more work than this is not timed on a CPU, but worked out
 CPU_SHARE = 0.5  # of a large matrix product's speed that a step reaches on a CPU
 NVLINK, NETWORK = 300e9, 40e9  # bytes per second and GPU, in a node of eight and between nodes (400 Gbit/s each)

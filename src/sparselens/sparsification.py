@@ -218,7 +218,7 @@ def _copy(base: nn.Module, training: Training) -> nn.Module:
 def trainable(model: nn.Module, training: Training) -> nn.Module:
     """The model, ready to train: no dropout; LoRA adapters on it if the settings say so."""
     model.requires_grad_(True)
-    for module in model.modules():  # dropout would add its own noise to the constrained loss, and to one of two models
+    for module in model.modules():  # noise that gated attention does not have, in the constrained loss
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):

@@ -32,9 +32,11 @@ class Words:
         ids = list(self.tokenizer(text)["input_ids"])
         if ids and ids[-1] == self.tokenizer.eos_token_id and not text.endswith(self.tokenizer.eos_token or "\0"):
             ids.pop()
-        if self._first is not None and ids[:1] not in ([self._first], [self.tokenizer.bos_token_id]):
-            ids.insert(0, self._first)
-        return ids
+        return self.begin(ids)
+
+    def begin(self, ids: list[int]) -> list[int]:
+        """The same with that first token, where it is not there yet."""
+        return ids if self._first is None or ids[:1] == [self._first] else [self._first, *ids]
 
     def count(self, text: str) -> int:
         return len(self.encode(text))
