@@ -69,6 +69,30 @@ def test_greedy_never_takes_an_unread_writer_and_takes_everything():
         known.add(writer)
 
 
+def test_heads_come_in_whole_one_by_one():
+    c = Components(3, 2)
+    scores = np.where(c.possible, np.random.default_rng(0).normal(size=c.possible.shape), 0)
+    order = c.heads(scores)
+    assert sorted(order) == np.flatnonzero(c.possible).tolist()
+    heads = [c.head_writer(layer, head) for layer in range(3) for head in range(2)]
+    ranked = sorted(heads, key=lambda writer: -abs(scores[:, writer].sum()))
+    place = 0
+    for n in range(
+        len(heads) + 1
+    ):  # all edges among the input, the MLPs, the logits and the first n heads, and no others
+        inside = {-1, *range(c.n_writers)} - set(ranked[n:])
+        among = {
+            int(reader * c.n_writers + writer)
+            for reader, writer in zip(*np.nonzero(c.possible), strict=True)
+            if writer in inside and c.node_of_reader[reader] in inside
+        }
+        assert set(order[: len(among)].tolist()) == among
+        added = order[place : len(among)]
+        assert (np.diff(np.abs(scores.ravel()[added])) <= 0).all()  # the largest edges of a head first
+        place = len(among)
+    assert np.array_equal(Circuit(c, scores, c.possible).order("heads"), order)
+
+
 def test_random_circuits_are_alive():
     c, rng = Components(4, 3), np.random.default_rng(0)
     for n in (1, 5, 40, 150):

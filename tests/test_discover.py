@@ -220,7 +220,7 @@ def chosen(models: list) -> Task:
     return Task("words", None, "logit", prompts.take(keep).pairs[:32])
 
 
-@pytest.mark.parametrize("selection", ["top", "greedy"])
+@pytest.mark.parametrize("selection", ["top", "greedy", "heads"])
 def test_discover_from_end_to_end(selection, tmp_path):
     model = gated("llama")
     circuit = discover(

@@ -164,6 +164,22 @@ class Components:
             open_node(flat % self.n_writers)
         return np.array(order)
 
+    def heads(self, scores: np.ndarray, absolute: bool = True) -> np.ndarray:
+        """Flat indices when whole heads come in one by one, each with all its edges to what is in already.
+
+        Input, MLPs and logits are in from the start. A head's rank is the summed score of what it writes.
+        """
+        total = scores.sum(0)
+        value = np.abs(total) if absolute else total
+        mlps = [0, *(self.mlp_writer(layer) for layer in range(self.n_layers))]
+        value[mlps] = np.inf
+        rank = np.empty(self.n_writers + 1, int)  # the last one is the logits', whose node is -1
+        rank[np.argsort(-value, kind="stable")] = np.arange(self.n_writers)
+        rank[[*mlps, -1]] = 0
+        comes = np.maximum(rank[:-1], rank[self.node_of_reader][:, None]).ravel()
+        order = self.top(scores, absolute)
+        return order[np.argsort(comes[order], kind="stable")]
+
     def mask(self, flat: np.ndarray) -> np.ndarray:
         mask = np.zeros(self.n_readers * self.n_writers, bool)
         mask[flat] = True
@@ -246,8 +262,8 @@ class Circuit:
 
     def order(self, selection: str = "top", absolute: bool = True) -> np.ndarray:
         """Flat indices of all edges in the order in which `selection` takes them."""
-        if selection not in ("top", "greedy"):
-            raise ValueError(f"selection={selection!r}: expected 'top' or 'greedy'")
+        if selection not in ("top", "greedy", "heads"):
+            raise ValueError(f"selection={selection!r}: expected 'top', 'greedy' or 'heads'")
         return getattr(self.components, selection)(self.scores, absolute)
 
     def to_mib(self) -> dict[str, Any]:

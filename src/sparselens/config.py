@@ -158,8 +158,9 @@ class Search:
     """Circuit sizes on the curve, evenly spaced in log; a few more are measured where it crosses a threshold."""
     ablation: Literal["corrupted", "mean", "zero"] = "corrupted"
     """What edges outside the circuit carry: the corrupted prompt's values, the mean over prompts, or nothing."""
-    selection: Literal["top", "greedy"] = "top"
-    """top: the best-scored edges. greedy: grown from the logits, so that no edge is taken before its reader is in."""
+    selection: Literal["top", "greedy", "heads"] = "top"
+    """top: the best-scored edges. greedy: grown from the logits, so that no edge is taken before its reader is in.
+    heads: whole heads one by one, each with all its edges; finds far smaller circuits in deep models."""
     signed: bool = False
     """Rank edges by score instead of by its absolute value: only edges that help."""
     heads: bool = True
@@ -180,7 +181,8 @@ class Search:
         _require(0 <= self.seed < 1 << 63, f"seed={self.seed}: expected zero or a positive number below 2^63")
         _require(self.method in ("exact", "eap", "eap-ig"), f"method={self.method!r}: expected exact, eap or eap-ig")
         _require(self.path in ("own", "whole"), f"path={self.path!r}: expected own or whole")
-        _require(self.selection in ("top", "greedy"), f"selection={self.selection!r}: expected top or greedy")
+        known = ("top", "greedy", "heads")
+        _require(self.selection in known, f"selection={self.selection!r}: expected top, greedy or heads")
         _require(
             self.ablation in ("corrupted", "mean", "zero"),
             f"ablation={self.ablation!r}: expected corrupted, mean or zero",

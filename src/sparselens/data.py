@@ -257,6 +257,7 @@ class TextBatches:
         progress: bool = True,
     ):
         self.length, self.seed, self.vocabulary = length, seed, len(tokenizer)
+        self.some_bare = tokenizer("a")["input_ids"] == tokenizer("a", add_special_tokens=False)["input_ids"]
         self._orders: dict[int, np.ndarray] = {}  # epoch -> order of its sequences
         for pattern in (*patterns, *(heldout_patterns or ())):
             if is_local(pattern):
@@ -286,7 +287,7 @@ class TextBatches:
         self.n_heldout = len(self._heldout)
 
     def _rows(self, shards: list[np.ndarray]) -> list[tuple[np.ndarray, int]]:
-        """(shard, first token) of every sequence; each token is a label exactly once."""
+        """(shard, first token) of every sequence: they follow one another."""
         return [(shard, first) for shard in shards for first in range(0, len(shard) - self.length + 1, self.length)]
 
     def train(self, start: int, count: int) -> "dict[str, Tensor]":
@@ -301,16 +302,23 @@ class TextBatches:
     def _batch(self, rows: list[tuple[np.ndarray, int]]) -> "dict[str, Tensor]":
         import torch
 
-        # Every sequence starts with the separator, also in mid-document: models lean on it as their first token.
-        taken = np.stack([shard[first : first + self.length].astype(np.int64) for shard, first in rows])
-        if taken.max() >= self.vocabulary:
-            raise _damaged(self.cache.folder, f"token {taken.max()} of {self.vocabulary}")
-        tokens = torch.from_numpy(np.concatenate([np.full((len(rows), 1), self.separator), taken], 1))
-        inputs = tokens[:, :-1]
+        # Models lean on their first token. Sequences start with the separator, also in mid-document; where the
+        # tokenizer would put nothing there, as in most users' prompts, every second one starts with whatever comes.
+        tokens = torch.from_numpy(np.stack([self._stretch(*row) for row in rows]))
+        inputs, labels = tokens[:, :-1], tokens[:, 1:]
         position = torch.arange(self.length).expand_as(inputs)
         start = torch.where(inputs == self.separator, position, 0).cummax(1).values
-        return {"input_ids": inputs, "labels": tokens[:, 1:], "position_ids": position - start}
+        return {"input_ids": inputs, "labels": labels, "position_ids": position - start}
+
+    def _stretch(self, shard: np.ndarray, first: int) -> np.ndarray:
+        """The `length` + 1 tokens of a sequence: its text with the separator in front, or with the token after it."""
+        bare = self.some_bare and first // self.length % 2 == 1 and first + self.length < len(shard)
+        text = shard[first : first + self.length + bare].astype(np.int64)
+        if text.max() >= self.vocabulary:
+            raise _damaged(self.cache.folder, f"token {text.max()} of {self.vocabulary}")
+        return text if bare else np.insert(text, 0, self.separator)
 
     def describe(self) -> dict:
         return {"sources": self.sources, "train_sequences": len(self._train), "heldout_sequences": self.n_heldout,
-                "length": self.length, "tokens": self.cache.index["tokens"]}  # fmt: skip
+                "length": self.length, "half_start_bare": self.some_bare,
+                "tokens": self.cache.index["tokens"]}  # fmt: skip

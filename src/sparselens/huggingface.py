@@ -246,6 +246,7 @@ def _load_folder(source: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTo
         with _quiet():
             config = AutoConfig.from_pretrained(source, **SAFE)
             tokenizer = AutoTokenizer.from_pretrained(source, **SAFE)
+            tokenizer("a")  # damaged settings show when it is first used
     except Exception as error:  # a damaged config or tokenizer shows as any kind of error
         raise ValueError(
             f"no model found at {source!r}: expected a Hugging Face name, a model folder, a Run or a .gguf file "
