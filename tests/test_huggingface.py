@@ -224,7 +224,7 @@ def test_missing_gguf_is_one_sentence(tmp_path):
         sl.load(tmp_path / "model.gguf")
 
 
-def write_gguf(path):
+def write_gguf(path, add_bos=None):
     """A tiny random Llama with a byte-level tokenizer, as llama.cpp would write it."""
     import gguf
     import numpy as np
@@ -248,6 +248,8 @@ def write_gguf(path):
     writer.add_token_merges(["a b", "c d"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
+    if add_bos is not None:
+        writer.add_add_bos_token(add_bos)
 
     def add(name, *shape):
         writer.add_tensor(name, rng.normal(size=shape).astype(np.float32) * 0.2)
@@ -278,6 +280,16 @@ def test_gguf_files_load_gate_and_save(tmp_path):
     assert is_gated(again) and tokenizer_again("abcd").input_ids == ids[0].tolist()
     with torch.no_grad():
         assert torch.equal(model(ids).logits, again(ids).logits)
+
+
+@pytest.mark.parametrize("add_bos", [True, False, None])
+def test_gguf_files_say_whether_texts_start_with_bos(add_bos, tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", add_bos)
+    model, tokenizer = sl.load(tmp_path / "tiny.gguf")
+    ids = tokenizer("abcd").input_ids
+    assert ids == ([0] if add_bos else []) + tokenizer("abcd", add_special_tokens=False).input_ids and len(ids) > 1
+    sl.save(model, tokenizer, tmp_path / "saved")
+    assert sl.load(tmp_path / "saved")[1]("abcd").input_ids == ids
 
 
 def test_hub_names_load_sparse_from_the_local_cache(tmp_path):

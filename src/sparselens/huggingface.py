@@ -15,6 +15,7 @@ Keyword arguments of `model(...)` that reach the gates:
 """
 
 import functools
+import mmap
 import warnings
 from pathlib import Path
 from typing import Any
@@ -337,6 +338,8 @@ def _load_gguf(path: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedToken
             loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=getattr(torch, dtype), **SAFE)
     except Exception as error:
         raise ValueError(f"{path} is not a readable GGUF file: {_first_line(error)}") from error
+    if _adds_bos(path) and tokenizer.bos_token is not None:
+        tokenizer.add_bos_token = True  # type: ignore[misc]
     # transformers refuses to save a model that came from a gguf file; a fresh one of the same config is just a model.
     config = AutoConfig.for_model(**{k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"})
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
@@ -435,3 +438,11 @@ class _quiet:
         self.caught.__exit__(*error)
         transformers_logging.set_verbosity(self.level)
         transformers_logging.enable_progress_bar()
+
+
+def _adds_bos(path: Path) -> bool:
+    """Whether a GGUF file wants BOS in front of texts; transformers does not look. Key, 4 bytes of type, 0 or 1."""
+    key = b"tokenizer.ggml.add_bos_token"
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        at = data.find(key)
+        return at >= 0 and data[at + len(key) + 4 : at + len(key) + 5] == b"\1"

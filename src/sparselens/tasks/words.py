@@ -26,8 +26,8 @@ class Words:
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt: in front the token that every training sequence starts with (data.py), no end token.
 
-        Models lean on their first token. A sparse model has only ever seen this one there: on prompts without it,
-        SmolLM2-135M made sparse is 1.4 nats away from its base, with it 0.17 (docs/LOG.md).
+        Models lean on their first token. A sparse model that has only ever seen this one there is 1.4 nats away from
+        its base on prompts without it, with it 0.17 (SmolLM2-135M, docs/LOG.md).
         """
         ids = list(self.tokenizer(text)["input_ids"])
         if ids and ids[-1] == self.tokenizer.eos_token_id and not text.endswith(self.tokenizer.eos_token or "\0"):
