@@ -22,8 +22,8 @@ from sparselens.evaluate import measure
 from sparselens.run import Run, write_json
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(description: str | None = __doc__, **defaults: Any) -> None:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--data", nargs="+", required=True)
     parser.add_argument("--heldout", nargs="+", default=[])
@@ -32,15 +32,17 @@ def main() -> None:
     parser.add_argument("--density", type=float, default=0.005)
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--micro-batch", type=int, help="sequences per forward pass; halved where memory is short")
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--resume", action="store_true")
+    parser.set_defaults(**defaults)
     arguments = parser.parse_args()
     run = sl.sparsify(
         arguments.model, arguments.data, arguments.out, heldout=tuple(arguments.heldout), heldout_tokens=1 << 20,
         control=True, density=arguments.density, steps=arguments.steps, batch=arguments.batch,
-        length=arguments.length, seed=arguments.seed, resume=arguments.resume,
+        micro_batch=arguments.micro_batch, length=arguments.length, seed=arguments.seed, resume=arguments.resume,
     )  # fmt: skip
     tokenizer = sl.load(run.path)[1]
     corpora: dict[str, Batches] = {

@@ -42,6 +42,8 @@ CASES = [
     Case(batch=2, queries=66, keys=66, documents="right"),
     Case(batch=2, queries=40, keys=70, documents="packed"),
     Case(queries=40, keys=40, documents="packed", causal=False),
+    Case(heads=4, kv_heads=1, queries=40, keys=40, d_head=256, window=12, documents="packed"),
+    Case(queries=35, keys=35, d_head=136, sample=False),
 ]
 
 

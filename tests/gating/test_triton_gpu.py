@@ -64,6 +64,8 @@ def test_masks(documents, window, dtype, d_head):
     Case(queries=500, keys=500, d_head=64, dtype=BF16, window=64),
     Case(queries=500, keys=500, d_head=64, dtype=BF16, causal=False),
     Case(queries=300, keys=900, d_head=64, dtype=BF16),
+    Case(batch=2, heads=4, kv_heads=1, queries=500, keys=500, d_head=256, dtype=BF16, window=256, documents="packed"),
+    Case(queries=300, keys=300, d_head=192, dtype=BF16, sample=False),
     Case(queries=3, keys=700, d_head=128, dtype=BF16, documents="packed"),
     Case(queries=3, keys=700, d_head=128, dtype=BF16, window=50, sample=False),
 ], ids=str)  # fmt: skip

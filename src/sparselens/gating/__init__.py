@@ -87,8 +87,9 @@ def _unsupported(
         return "it needs compute capability 8.0 or newer"
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         return f"dtypes {q.dtype}, {k.dtype}, {v.dtype} are not one of {', '.join(map(str, DTYPES))} for all three"
-    if not 8 <= q.shape[3] <= 128 or q.shape[3] % 8 or v.shape[3] != q.shape[3]:
-        return f"head sizes {q.shape[3]} (keys) and {v.shape[3]} (values) are not one multiple of 8 from 8 to 128"
+    most = 256 if normalise == "all" else 128
+    if not 8 <= q.shape[3] <= most or q.shape[3] % 8 or v.shape[3] != q.shape[3]:
+        return f"head sizes {q.shape[3]} (keys) and {v.shape[3]} (values) are not one multiple of 8 from 8 to {most}"
     if mask is not None and mask.ndim == 4:
         return "a 4-dimensional mask has queries x keys elements; pass document numbers [batch, keys] instead"
     if softcap is not None:

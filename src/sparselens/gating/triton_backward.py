@@ -254,7 +254,10 @@ def finish_kernel(
 def backward_config(d_head: int, dtype: torch.dtype) -> dict[str, int]:
     """Tile sizes and resources, the fastest measured on an H200 (docs/kernels.md)."""
     if dtype == torch.float32:
-        return {"M": 32, "N": 32, "num_warps": 4, "num_stages": 1}
+        tile = 32 if d_head <= 128 else 16
+        return {"M": tile, "N": tile, "num_warps": 4, "num_stages": 1}
+    if d_head > 128:  # the largest that needs no memory beside its 255 registers; not timed
+        return {"M": 32, "N": 32, "num_warps": 8, "num_stages": 2}
     if d_head <= 64:
         return {"M": 64, "N": 64, "num_warps": 4, "num_stages": 2}
     return {"M": 32, "N": 128, "num_warps": 8, "num_stages": 2}
