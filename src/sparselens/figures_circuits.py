@@ -16,14 +16,28 @@ def draw_all(comparison: dict[str, Any], folder: str | Path, threshold: float = 
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for suffix in SUFFIXES:
-        paths.append(folder / f"figure2.{suffix}")
-        draw_curves(comparison, paths[-1], threshold)
-        if has_tokens(comparison):
-            paths.append(folder / f"figure2-tokens.{suffix}")
-            draw_curves(by_token(comparison), paths[-1], threshold)
+        paths += draw_figure2(comparison, folder, "", suffix, threshold)
         for i, task in enumerate(comparison["tasks"]):
             paths.append(folder / f"figure3{'' if i == 0 else f'-{file_name(task)}'}.{suffix}")
             draw_circuits(comparison, task, paths[-1])
+    return paths
+
+
+def draw_figure2(comparison: dict[str, Any], folder: Path, part: str, suffix: str, threshold: float) -> list[Path]:
+    """figure2, and figure2-tokens over single attention edges; of a single task, figure2 shows both side by side."""
+    paths = [folder / f"figure2{part}.{suffix}"]
+    if not has_tokens(comparison):
+        draw_curves(comparison, paths[0], threshold)
+        return paths
+    tokens = by_token(comparison)
+    paths.append(folder / f"figure2-tokens{part}.{suffix}")
+    draw_curves(tokens, paths[1], threshold)
+    if len(comparison["tasks"]) == 1:
+        ((task, row),) = comparison["tasks"].items()
+        title = title_of(task)
+        rows = {"tokens": {**tokens["tasks"][task], "title": title}, "components": {**row, "title": title}}
+        comparison = {**comparison, "tasks": rows}
+    draw_curves(comparison, paths[0], threshold)
     return paths
 
 
@@ -54,10 +68,11 @@ def by_token(comparison: dict[str, Any]) -> dict[str, Any]:
         task: {
             "models": {role: model["attention_edges"] for role, model in row["models"].items()},
             "thresholds": row.get("attention_edges", {}),
+            "edges": "Attention Edges Kept (head, query, key)",
         }
         for task, row in comparison["tasks"].items()
     }
-    return {**comparison, "tasks": tasks, "edges": "Attention Edges Kept (head, query, key)"}
+    return {**comparison, "tasks": tasks}
 
 
 def draw_curves(comparison: dict[str, Any], path: str | Path, threshold: float = 0.9) -> None:
@@ -83,8 +98,8 @@ def draw_curves(comparison: dict[str, Any], path: str | Path, threshold: float =
             if shown.get("random"):
                 _draw_curve(axis, shown["random"], GREY, ":", "random")
             _mark_threshold(axis, row, threshold)
-            label = comparison.get("edges", "Number of Edges Kept")
-            axis.set(xscale="log", ylim=(-0.04, 1.09), xlabel=label, title=title_of(task))
+            label = row.get("edges", "Number of Edges Kept")
+            axis.set(xscale="log", ylim=(-0.04, 1.09), xlabel=label, title=row.get("title", title_of(task)))
             axis.set_xlim(1, max(m["n_edges"] for m in row["models"].values()) * 1.1)
             axis.set_yticks([0, 0.25, 0.5, 0.75, 1])
             axis.title.set_size(10)

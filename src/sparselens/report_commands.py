@@ -134,7 +134,7 @@ def _clip(token: str, most: int = 5) -> str:
 
 
 def _figures_2_3(run: Run, folder: Path, kind: str, threshold: float) -> list[Path]:
-    from .figures_circuits import by_token, draw_circuits, draw_curves, file_name, has_tokens
+    from .figures_circuits import draw_circuits, draw_figure2, file_name
     from .reporting.circuit_rows import comparisons
 
     drawn = []
@@ -142,11 +142,7 @@ def _figures_2_3(run: Run, folder: Path, kind: str, threshold: float) -> list[Pa
         if "error" in comparison:
             continue
         part = "" if i == 0 else f"-{i}"
-        drawn.append(folder / f"figure2{part}.{kind}")
-        draw_curves(comparison, drawn[-1], threshold)
-        if has_tokens(comparison):
-            drawn.append(folder / f"figure2-tokens{part}.{kind}")
-            draw_curves(by_token(comparison), drawn[-1], threshold)
+        drawn += draw_figure2(comparison, folder, part, kind, threshold)
         for j, task in enumerate(comparison["tasks"]):
             drawn.append(folder / f"figure3{part}{'' if j == 0 else f'-{file_name(task)}'}.{kind}")
             draw_circuits(comparison, task, drawn[-1])
