@@ -129,3 +129,6 @@ def test_figures_for_print(run, capsys):
     names = {path.rsplit("/", 1)[1] for path in drawn}
     assert names == {"figure1.svg", "figure2.svg", "figure2-tokens.svg", "figure3.svg", "figure4.svg"}
     assert all((run / name).read_text().lstrip().startswith("<?xml") for name in names)
+    # The run has one task: figure 2 shows both kinds of edges, figure2-tokens the one.
+    kinds = [(run / name).read_text().count("Edges Kept") for name in ("figure2.svg", "figure2-tokens.svg")]
+    assert kinds == [2, 1]
