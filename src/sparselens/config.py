@@ -160,7 +160,8 @@ class Search:
     """What edges outside the circuit carry: the corrupted prompt's values, the mean over prompts, or nothing."""
     selection: Literal["top", "greedy", "heads"] = "top"
     """top: the best-scored edges. greedy: grown from the logits, so that no edge is taken before its reader is in.
-    heads: whole heads one by one, each with all its edges; finds far smaller circuits in deep models."""
+    heads: whole heads one by one, each with all its edges; far smaller circuits in a model of 30 layers, larger ones
+    in models of 6 and 18."""
     signed: bool = False
     """Rank edges by score instead of by its absolute value: only edges that help."""
     heads: bool = True
