@@ -77,9 +77,7 @@ def test_heads_come_in_whole_one_by_one():
     heads = [c.head_writer(layer, head) for layer in range(3) for head in range(2)]
     ranked = sorted(heads, key=lambda writer: -abs(scores[:, writer].sum()))
     place = 0
-    for n in range(
-        len(heads) + 1
-    ):  # all edges among the input, the MLPs, the logits and the first n heads, and no others
+    for n in range(len(heads) + 1):  # all edges among input, MLPs, logits and the first n heads, and no others
         inside = {-1, *range(c.n_writers)} - set(ranked[n:])
         among = {
             int(reader * c.n_writers + writer)

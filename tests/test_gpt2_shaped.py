@@ -7,7 +7,8 @@ import pytest
 import torch
 from models import tiny_tokenizer
 
-from sparselens.huggingface import load, save
+from sparselens import training
+from sparselens.huggingface import load
 
 spec = importlib.util.spec_from_file_location("gpt2_shaped", Path(__file__).parents[1] / "examples" / "gpt2_shaped.py")
 assert spec is not None and spec.loader is not None
@@ -15,66 +16,35 @@ gpt2_shaped = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(gpt2_shaped)
 
 
-class Counting:
-    """Sequences that count up by one, from anywhere."""
-
-    length, n_heldout = 16, 16
-
-    def train(self, start, count):
-        tokens = (torch.arange(start, start + count)[:, None] * 7 + torch.arange(17)) % 60
-        return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
-
-    heldout = train
+def command(folder, out):
+    """Documents that count from w0 up, over and over."""
+    (folder / "text.txt").write_text("\n<|endoftext|>\n".join([" ".join(f"w{i}" for i in range(20))] * 200))
+    tiny_tokenizer().save_pretrained(folder / "tokenizer")
+    sizes = ["--layers", "1", "--width", "32", "--heads", "2", "--length", "16", "--batch", "8", "--steps", "60"]
+    places = ["--data", folder / "text.txt", "--cache", folder / "cache", "--out", folder / out]
+    return ["--tokenizer", str(folder / "tokenizer"), *map(str, places), *sizes, "--lr", "1e-2"]
 
 
-def fresh():
-    return gpt2_shaped.make_model(2, 32, 4, 16, 64, 0, seed=0)
+def test_it_learns_to_count_and_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+    gpt2_shaped.main(command(tmp_path, "whole"))
+    assert "ready for sparselens sparsify" in capsys.readouterr().out
+    model, tokenizer = load(tmp_path / "whole" / "model")
+    ids = tokenizer("w3 w4 w5", return_tensors="pt").input_ids
+    assert tokenizer.decode(model(ids).logits[0, -1].argmax()).strip() == "w6"
 
+    write, written = training.checkpoint, []
 
-def pretrain(model, folder, steps=60, every=20):
-    return gpt2_shaped.pretrain(
-        model, Counting(), folder, steps=steps, batch=8, micro_batch=4, lr=5e-3, every=every
-    )  # fmt: skip
-
-
-def test_it_learns_to_count(tmp_path):
-    model = fresh()
-    lines = pretrain(model, tmp_path)
-    assert [line["step"] for line in lines] == [20, 40, 60]
-    assert lines[-1]["heldout_loss"] < 1.0 < lines[0]["heldout_loss"]
-    save(model.eval(), tiny_tokenizer(), tmp_path / "model")
-    again, _ = load(tmp_path / "model")
-    tokens = Counting().heldout(0, 4)["input_ids"]
-    assert torch.equal(again(tokens).logits, model(tokens).logits)
-
-
-def test_it_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    whole = fresh()
-    pretrain(whole, tmp_path / "whole")
-    stopped, calls = fresh(), []
-    write = gpt2_shaped.checkpoint
-
-    def die_after_the_second(*arguments):
-        write(*arguments)
-        calls.append(1)
-        if len(calls) == 2:
+    def die_half_way(stage, parameters, optimizer, progress):
+        write(stage, parameters, optimizer, progress)
+        written.append(progress.step)
+        if progress.step == 30:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(gpt2_shaped, "checkpoint", die_after_the_second)
+    monkeypatch.setattr(training, "checkpoint", die_half_way)
     with pytest.raises(KeyboardInterrupt):
-        pretrain(stopped, tmp_path / "parts")
-    again = fresh()
-    lines = pretrain(again, tmp_path / "parts")
-    assert [line["step"] for line in lines] == [20, 40, 60] and len(calls) == 3
-    assert len(list((tmp_path / "parts").glob("checkpoint-*"))) == 1
-    for (name, a), b in zip(whole.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(a, b), name
-
-
-def test_every_weight_has_one_optimiser():
-    model = fresh()
-    muon, adam = gpt2_shaped.make_optimizers(model, 1e-3)
-    sizes = [{id(p) for group in o.param_groups for p in group["params"]} for o in (muon, adam)]
-    assert not sizes[0] & sizes[1] and sizes[0] | sizes[1] == {id(p) for p in model.parameters()}
-    assert all(p.ndim == 2 for group in muon.param_groups for p in group["params"]) and len(sizes[0]) == 8
-    assert gpt2_shaped.schedule(0) < 0.1 and gpt2_shaped.schedule(0.3) == 1 and gpt2_shaped.schedule(1) == 0
+        gpt2_shaped.main(command(tmp_path, "parts"))
+    gpt2_shaped.main(command(tmp_path, "parts"))
+    assert written == [0, 6, 12, 18, 24, 30, 36, 42, 48, 54, 60]  # no step twice
+    again, _ = load(tmp_path / "parts" / "model")
+    for (name, a), b in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(a, b[1]), name

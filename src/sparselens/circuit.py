@@ -164,18 +164,20 @@ class Components:
             open_node(flat % self.n_writers)
         return np.array(order)
 
+    def rank_heads(self, scores: np.ndarray, absolute: bool = True) -> list[tuple[int, int]]:
+        """(layer, head), most important first: by the summed score of its outgoing edges, the effect of removing it."""
+        total = np.abs(scores.sum(0)) if absolute else scores.sum(0)
+        heads = [(layer, head) for layer in range(self.n_layers) for head in range(self.n_heads)]
+        return sorted(heads, key=lambda at: -total[self.head_writer(*at)])
+
     def heads(self, scores: np.ndarray, absolute: bool = True) -> np.ndarray:
         """Flat indices when whole heads come in one by one, each with all its edges to what is in already.
 
-        Input, MLPs and logits are in from the start. A head's rank is the summed score of what it writes.
+        Input, MLPs and logits are in from the start.
         """
-        total = scores.sum(0)
-        value = np.abs(total) if absolute else total
-        mlps = [0, *(self.mlp_writer(layer) for layer in range(self.n_layers))]
-        value[mlps] = np.inf
-        rank = np.empty(self.n_writers + 1, int)  # the last one is the logits', whose node is -1
-        rank[np.argsort(-value, kind="stable")] = np.arange(self.n_writers)
-        rank[[*mlps, -1]] = 0
+        rank = np.zeros(self.n_writers + 1, int)  # the last one is the logits', whose node is -1
+        for i, at in enumerate(self.rank_heads(scores, absolute)):
+            rank[self.head_writer(*at)] = i + 1
         comes = np.maximum(rank[:-1], rank[self.node_of_reader][:, None]).ravel()
         order = self.top(scores, absolute)
         return order[np.argsort(comes[order], kind="stable")]

@@ -257,7 +257,6 @@ class TextBatches:
         progress: bool = True,
     ):
         self.length, self.seed, self.vocabulary = length, seed, len(tokenizer)
-        self.some_bare = tokenizer("a")["input_ids"] == tokenizer("a", add_special_tokens=False)["input_ids"]
         self._orders: dict[int, np.ndarray] = {}  # epoch -> order of its sequences
         for pattern in (*patterns, *(heldout_patterns or ())):
             if is_local(pattern):
@@ -266,6 +265,7 @@ class TextBatches:
         options = {"field": field, "progress": progress}
         self.cache = TokenCache.build(patterns, tokenizer, cache, need=need, heldout=take, **options)  # type: ignore
         self.separator = self.cache.index["separator"]
+        self.half_start_bare = tokenizer("a")["input_ids"][:1] != [self.separator]
         self._train = self._rows(self.cache.shards("train"))
         if heldout_patterns:
             apart = TokenCache.build(heldout_patterns, tokenizer, cache, need=heldout_tokens, heldout=0, **options)  # type: ignore
@@ -312,7 +312,7 @@ class TextBatches:
 
     def _stretch(self, shard: np.ndarray, first: int) -> np.ndarray:
         """The `length` + 1 tokens of a sequence: its text with the separator in front, or with the token after it."""
-        bare = self.some_bare and first // self.length % 2 == 1 and first + self.length < len(shard)
+        bare = self.half_start_bare and first // self.length % 2 == 1 and first + self.length < len(shard)
         text = shard[first : first + self.length + bare].astype(np.int64)
         if text.max() >= self.vocabulary:
             raise _damaged(self.cache.folder, f"token {text.max()} of {self.vocabulary}")
@@ -320,5 +320,5 @@ class TextBatches:
 
     def describe(self) -> dict:
         return {"sources": self.sources, "train_sequences": len(self._train), "heldout_sequences": self.n_heldout,
-                "length": self.length, "half_start_bare": self.some_bare,
+                "length": self.length, "half_start_bare": self.half_start_bare,
                 "tokens": self.cache.index["tokens"]}  # fmt: skip

@@ -24,7 +24,7 @@ from .circuit import Circuit
 from .config import Search
 from .curve import MIB_FRACTIONS, ROUNDS, THRESHOLDS, Curve, check_spread, log_sizes, mib_areas, refine, refined_curve
 from .decoder import Decoder
-from .heads import HeadPatcher, rank_heads, token_edges
+from .heads import HeadPatcher, token_edges
 from .huggingface import is_gated
 from .memory import estimate_memory, prompts_at_once
 from .patching import Patcher
@@ -289,7 +289,7 @@ def _heads(
     model: nn.Module, decoder: Decoder, circuit: Circuit, heldout: Prompts, settings: Search, show_progress: bool
 ) -> dict[str, Any]:
     """The ranking of heads and the explained effect of keeping the best n of them."""
-    ranking = rank_heads(circuit)
+    ranking = circuit.components.rank_heads(circuit.scores)
     patcher = HeadPatcher(model, heldout)
     m_model, m_nothing = patcher.run([ranking, []]).numpy()
     sizes = log_sizes(len(ranking), min(settings.points, 10)).tolist()

@@ -46,7 +46,7 @@ def export(run: str | Path, out: str | Path, merge: bool = True) -> Path:
 def model_card(run: Run, adapter: bool = False, first: str | None = None) -> str:
     """The README.md of an exported model, in the hub's format: YAML header, then Markdown.
 
-    first: the token every training sequence began with.
+    first: the token that training sequences began with.
     """
     import yaml
 
@@ -76,7 +76,7 @@ def model_card(run: Run, adapter: bool = False, first: str | None = None) -> str
         f'model, tokenizer = sl.load("{"path/to/this/folder"}")\n```\n\n'
         "Plain `from_pretrained` refuses this folder: it would load a dense model without a word."
         + (" The folder holds an adapter and gates; its base is loaded by name." if adapter else "")
-        + (f" Begin every prompt with `{first}`: every training sequence did, and gates lean on it." if first else ""),
+        + (f" Begin every prompt with `{first}`, as training sequences did: gates lean on it." if first else ""),
         "## How it was made\n\n" + _making(config, run.record.get("provenance", {})),
         "## Limits\n\nGates were trained and measured on the text above, at the length above; on other text density "
         "and loss differ. A sparse circuit is a claim about this model, not about the one it was made from. The base "

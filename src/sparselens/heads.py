@@ -7,24 +7,14 @@ embeddings and MLPs are always kept. m(nothing) is then the clean prompt with ev
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from . import processes
-from .circuit import Circuit
 from .gating import allowed_pairs
 from .record import capture, patch
 from .sites import base_model, dimensions
 from .tasks.prompts import Prompts, of_common_length
-
-
-def rank_heads(circuit: Circuit) -> list[tuple[int, int]]:
-    """(layer, head), most important first: by the summed score of its outgoing edges, the effect of removing it."""
-    c = circuit.components
-    total = np.abs(circuit.scores.sum(0))
-    heads = [(layer, head) for layer in range(c.n_layers) for head in range(c.n_heads)]
-    return sorted(heads, key=lambda at: -total[c.head_writer(*at)])
 
 
 class HeadPatcher:
