@@ -56,9 +56,9 @@ def main(arguments: list[str] | None = None) -> None:
         checkpoint_every=every,
     )  # fmt: skip
     stage = Stage("dense", model, batches, a.out, settings, steering=steering_count(batches))
-    best = train(stage, resume=(a.out / "checkpoints").is_dir())
+    train(stage, resume=(a.out / "checkpoints").is_dir())
     save(model, tokenizer, a.out / "model")
-    print(f"held-out loss {best.loss:.3f} nats; {a.out / 'model'} is ready for sparselens sparsify")
+    print(f"{a.out / 'model'} is ready for sparselens sparsify; held-out losses: {a.out / 'metrics.jsonl'}")
 
 
 if __name__ == "__main__":

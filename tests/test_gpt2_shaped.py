@@ -1,6 +1,7 @@
 """examples/gpt2_shaped.py: it learns, it goes on where it stopped, and what it writes is an ordinary model."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,9 @@ def command(folder, out):
 def test_it_learns_to_count_and_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     gpt2_shaped.main(command(tmp_path, "whole"))
     assert "ready for sparselens sparsify" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["heldout_loss"] for line in lines if "heldout_loss" in line]
+    assert len(losses) == 10 and losses[-1] < 0.5 < losses[0]
     model, tokenizer = load(tmp_path / "whole" / "model")
     ids = tokenizer("w3 w4 w5", return_tensors="pt").input_ids
     assert tokenizer.decode(model(ids).logits[0, -1].argmax()).strip() == "w6"
