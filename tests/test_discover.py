@@ -1,6 +1,7 @@
 """Circuits of real (tiny) models: the pieces are the model, scores are derivatives, and the whole walk."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -280,6 +281,24 @@ def test_figure_3_at_both_ends(n_edges, tmp_path):
     rows = {"n_layers": 12, "n_heads": 12, "n_edges": c.n_edges, "edges_at": {"0.9": n_edges}, "circuit": circuit.edges}
     draw_circuits({"tasks": {"ioi": {"models": {"dense": rows, "sparse": rows}}}}, "ioi", tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 20_000
+
+
+def test_figure_3_of_a_long_circuit(tmp_path):
+    """What is listed in part says so, and one edge that outshines all others does not hide them."""
+    from sparselens.circuit import Components
+    from sparselens.figures_circuits import draw_circuits
+
+    c, rng = Components(12, 12), np.random.default_rng(0)
+    mask = c.random_circuit(2000, rng)
+    circuit = Circuit(c, np.where(mask, rng.uniform(0.5, 1, size=mask.shape), 0.0), mask)
+    edges = [[edge, score] for edge, score in circuit.edges]
+    edges[0][1] = 1000.0
+    rows = {"n_layers": 12, "n_heads": 12, "n_edges": c.n_edges, "edges_at": {"0.9": 9000}, "circuit": edges}
+    draw_circuits({"tasks": {"ioi": {"models": {"dense": rows}}}}, "ioi", tmp_path / "figure.svg")
+    svg = (tmp_path / "figure.svg").read_text()
+    assert "9,000 edges, the strongest 2,000" in svg
+    opacity = [float(x) for x in re.findall(r"stroke-opacity: ([0-9.]+)", svg)]
+    assert len(opacity) > 1000 and sum(x > 0.5 for x in opacity) > len(opacity) / 2
 
 
 def test_command_line(tmp_path, capsys):

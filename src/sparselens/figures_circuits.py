@@ -106,7 +106,7 @@ def draw_curves(comparison: dict[str, Any], path: str | Path, threshold: float =
             axis.tick_params(labelsize=8, color=GREY)
             for side in ("top", "right"):
                 axis.spines[side].set_visible(False)
-            axis.legend(fontsize=7, loc="lower right", frameon=False, handlelength=1.4)
+            axis.legend(fontsize=7, loc="best", frameon=False, handlelength=1.4)
         axes[0][0].set_ylabel("Explained Effect")
         _save(figure, Path(path))
 
@@ -132,7 +132,9 @@ def _mark_threshold(axis, row: dict[str, Any], threshold: float) -> None:
     left, right = sorted((found["sparse_edges"], found["dense_edges"]))
     axis.plot([max(left, 1), max(right, 1)], [threshold] * 2, color=INK, linewidth=1.6, marker="|", markersize=6)
     middle = (max(left, 1) * max(right, 1)) ** 0.5
-    axis.text(middle, threshold + 0.025, f"{found['multiplier']:.1f}x", ha="center", va="bottom", fontsize=9, color=INK)
+    back = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.6}  # readable where curves pass behind
+    label = f"{found['multiplier']:.1f}x"
+    axis.text(middle, threshold + 0.03, label, ha="center", va="bottom", fontsize=9, color=INK, bbox=back)
 
 
 def draw_circuits(comparison: dict[str, Any], task: str, path: str | Path) -> None:
@@ -192,17 +194,18 @@ def _draw_circuit(axis, results: dict[str, Any], shape: tuple[int, int]) -> None
 
     n_layers, n_heads = shape
     edges = [(*edge.split("->"), score) for edge, score in results["circuit"]]
-    top = max((abs(score) for *_, score in edges), default=1.0) or 1.0
     # A head's q, k and v edges are one line; thousands of lines must be thin and pale to leave a picture.
     strength: dict[tuple[str, str], float] = {}
     for source, target, score in edges:
         line = (source, target.partition("<")[0])
-        strength[line] = strength.get(line, 0.0) + abs(score) / top
+        strength[line] = strength.get(line, 0.0) + abs(score)
+    # One edge in fifty is drawn full: a single one (the first MLP's, often) must not make all others invisible.
+    top = sorted(strength.values(), reverse=True)[len(strength) // 50] if strength else 1.0
     faint = min(1.0, (60 / max(len(strength), 1)) ** 0.5)
     segments, colours, widths = [], [], []
     for (source, target), value in sorted(strength.items(), key=lambda item: item[1]):
         segments.append(_line(_place(source, shape), _place(target, shape)))
-        share = min(1.0, value) ** 0.5
+        share = min(1.0, value / top) ** 0.5 if top else 0.0
         colours.append((*to_rgb(BLUE), max(0.05, min(1.0, (0.25 + 0.75 * share) * max(faint, share)))))
         widths.append((0.3 + 1.3 * share) * max(faint, 0.35))
     active = {node for line in strength for node in line}
@@ -221,7 +224,10 @@ def _draw_circuit(axis, results: dict[str, Any], shape: tuple[int, int]) -> None
     axis.text(*_offset("logits", shape, -0.38), "logits", va="top", **labels)
     axis.text(n_heads + 0.2, 0.15, "MLP", va="bottom", **labels)
     heads = sum(node[0] == "a" for node in active)
-    note = f"{results['edges_at']['0.9']:,} edges, {heads} of {n_layers * n_heads} heads"
+    n_edges = results["edges_at"]["0.9"]
+    note = f"{n_edges:,} edges, {heads} of {n_layers * n_heads} heads"
+    if n_edges > len(edges):  # a long circuit is listed in part (`discover`), and so it is drawn
+        note = f"{n_edges:,} edges, the strongest {len(edges):,}\ndrawn: {heads} of {n_layers * n_heads} heads"
     axis.text((n_heads - 1) / 2, -(n_layers - 1) - 2.6, note, va="top", ha="center", fontsize=8, color=INK)
     axis.set_xlim(-0.9, n_heads + 0.9 + 0.25 * n_layers**0.7)
     axis.set_ylim(-(n_layers - 1) - 3.2, 2.2)
