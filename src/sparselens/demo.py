@@ -131,7 +131,7 @@ def _dense(run: Run, batches: AdditionBatches, settings: Training, resume: bool,
 
 
 def _circuits(run: Run, base, sparse, seed: int) -> dict[str, Any] | None:
-    """Figures 2 and 3: how many component edges explain addition in the dense, control and sparse model."""
+    """Figures 2 and 3: how many edges explain addition in the dense, control and sparse model."""
     control = load(run.path / "control" / "model")
     names = ("Addition model", "Sparse addition model")
     options: dict[str, Any] = {"settings": Search(seed=seed), "names": names, "say": lambda text: None}
@@ -145,7 +145,7 @@ def _circuits(run: Run, base, sparse, seed: int) -> dict[str, Any] | None:
         circuit.save(run.path / f"circuit-addition-{role}.json")
     draw_all(result, run.path)
     row = result["tasks"]["addition"]
-    return {"components": row["thresholds"]["0.9"], "tokens": row["attention_edges"]["0.9"]}
+    return {"tokens": row["attention_edges"]["0.9"], "components": row["thresholds"]["0.9"]}
 
 
 def _features(
@@ -201,7 +201,7 @@ def _tell(run: Run, say: Callable[[str], None]) -> None:
         say(f"{row['kind']:10}{row['exact']:12.2%}{row['loss']:10.5f}{edges:10.1f} /{summary['edges_total']:5}")
     layers = ", ".join(f"layer {i}: {n:.1f}" for i, n in enumerate(summary["edges_per_layer"]))
     say(f"\nopen edges by layer: {layers}")
-    kinds = {"components": "edges of the component graph", "tokens": "attention edges (head, query, key)"}
+    kinds = {"tokens": "attention edges (head, query, key)", "components": "edges of the component graph"}
     for kind, found in (summary.get("multiplier") or {}).items():
         say(
             f"{kinds[kind]} for 90 % of the effect: dense {found['dense_edges']}, sparse {found['sparse_edges']}: "
