@@ -11,7 +11,7 @@ from pairs import random_prompts
 
 from sparselens.circuit import Circuit
 from sparselens.cli import main
-from sparselens.comparison import compare
+from sparselens.comparison import compare, table
 from sparselens.config import Gate, Search
 from sparselens.decoder import Decoder
 from sparselens.discovery import discover
@@ -259,6 +259,10 @@ def test_compare_is_paired_and_brings_the_control(tmp_path):
     row = result["tasks"]["words"]
     assert set(row["thresholds"]["0.9"]) == {"dense_edges", "sparse_edges", "multiplier", "low", "high", "n_prompts"}
     assert row["thresholds_control"]["0.9"]["dense_edges"] == row["thresholds"]["0.9"]["dense_edges"]
+    assert set(row["mean_multiplier"]) == {
+        "thresholds", "thresholds_control", "attention_edges", "attention_edges_control"
+    }  # fmt: skip
+    assert table(result).count("50-95%") == 5  # a row for each, and what it means
     assert len({len(circuit.curve.m_model) for circuit in result.circuits["words"].values()}) == 1
     from sparselens.figures_circuits import draw_all
 

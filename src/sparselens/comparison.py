@@ -10,7 +10,7 @@ from torch import nn
 from . import tasks as registry
 from .circuit import Circuit, overlap
 from .config import Search
-from .curve import THRESHOLDS, multiplier
+from .curve import THRESHOLDS, mean_multiplier, multiplier
 from .discovery import discover_on, prepare, split
 from .huggingface import load
 
@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     Source = str | Path | nn.Module | tuple[nn.Module, PreTrainedTokenizerBase]
+
+
+# What is set against the sparse model: the other model, the curve, and how a row of the table says so.
+PAIRS = {
+    "thresholds": ("dense", "curve", ""),
+    "thresholds_control": ("control", "curve", " (ctrl)"),
+    "attention_edges": ("dense", "token_curve", " by token"),
+    "attention_edges_control": ("control", "token_curve", " by token (ctrl)"),
+}
 
 
 class Comparison(dict):
@@ -81,41 +90,31 @@ def _open(source: "Source") -> "tuple[nn.Module, PreTrainedTokenizerBase | None]
 def _row(circuits: dict[str, Circuit], seed: int) -> dict[str, Any]:
     dense, sparse = circuits["dense"], circuits["sparse"]
     row: dict[str, Any] = {
-        "thresholds": _multipliers(circuits, "dense", "curve", seed),
         "overlap": overlap(dense.mask, sparse.mask) if dense.mask.shape == sparse.mask.shape else None,
         "models": {role: circuit.results for role, circuit in circuits.items()},
+        "mean_multiplier": {},
     }
     # The control shows what sparsity alone buys: against a dense model that has had the same training.
-    if "control" in circuits:
-        row["thresholds_control"] = _multipliers(circuits, "control", "curve", seed)
-    if dense.token_curve is not None and sparse.token_curve is not None:
-        row["attention_edges"] = _multipliers(circuits, "dense", "token_curve", seed)
-        if "control" in circuits:
-            row["attention_edges_control"] = _multipliers(circuits, "control", "token_curve", seed)
+    for name, (other, kind, _) in PAIRS.items():
+        theirs, ours = getattr(circuits.get(other), kind, None), getattr(sparse, kind)
+        if theirs is not None and ours is not None:
+            row[name] = {str(t): multiplier(theirs, ours, t, seed) for t in THRESHOLDS}
+            row["mean_multiplier"][name] = mean_multiplier(theirs, ours, seed)
     return row
-
-
-def _multipliers(circuits: dict[str, Circuit], other: str, kind: str, seed: int) -> dict[str, Any]:
-    curves = getattr(circuits[other], kind), getattr(circuits["sparse"], kind)
-    return {str(t): multiplier(*curves, t, seed) for t in THRESHOLDS}
-
-
-ROWS = {
-    "thresholds": "",
-    "thresholds_control": " (ctrl)",
-    "attention_edges": " by token",
-    "attention_edges_control": " by token (ctrl)",
-}
 
 
 def table(result: Comparison) -> str:
     """The multipliers as text."""
     lines = [f"{'task':24}{'effect':>8}{'dense':>9}{'sparse':>8}{'multiplier':>12}   95 % interval"]
     for task, row in result["tasks"].items():
-        for name, other in ROWS.items():
-            for threshold, m in row.get(name, {}).items():
+        for name, (*_, label) in PAIRS.items():
+            found = {f"{float(t):.0%}": m for t, m in row.get(name, {}).items()}
+            if name in row["mean_multiplier"]:
+                found["50-95%"] = row["mean_multiplier"][name]
+            for effect, m in found.items():
                 lines.append(
-                    f"{task + other:24}{float(threshold):8.0%}{m['dense_edges']:9,}{m['sparse_edges']:8,}"
+                    f"{task + label:24}{effect:>8}{m['dense_edges']:9,.0f}{m['sparse_edges']:8,.0f}"
                     f"{m['multiplier']:11.1f}x   {m['low']:.1f} to {m['high']:.1f}, n = {m['n_prompts']} prompts"
                 )
+    lines.append("50-95%: geometric mean over ten effects; steadier than the multiplier at one of them")
     return "\n".join(lines)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 THRESHOLDS = (0.8, 0.9, 0.95)
+LEVELS = tuple(level / 100 for level in range(50, 100, 5))  # 0.5 to 0.95, for the mean multiplier
 MIB_FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 DRAWS = 1000
 ROUNDS = 3  # of refinement where the curve crosses a threshold
@@ -53,11 +54,18 @@ class Curve:
 
     def edges_at(self, threshold: float, draw: np.ndarray | None = None) -> Any:
         """The smallest measured size that reaches the threshold and from which no larger one falls below it."""
+        found = self._sizes(np.atleast_2d(self.effects(draw)), threshold)
+        return int(found[0]) if draw is None else found
+
+    def mean_log_edges(self, draw: np.ndarray | None = None) -> np.ndarray:
+        """The logarithm of edges_at, averaged over LEVELS: [1], or [draws]."""
         effects = np.atleast_2d(self.effects(draw))
+        return np.mean([np.log(np.maximum(self._sizes(effects, level), 1)) for level in LEVELS], axis=0)
+
+    def _sizes(self, effects: np.ndarray, threshold: float) -> np.ndarray:
         stays = np.logical_and.accumulate((effects >= threshold - 1e-9)[:, ::-1], axis=1)[:, ::-1]
         stays[:, -1] = True  # the whole model
-        found = self.edges[stays.argmax(1)]
-        return int(found[0]) if draw is None else found
+        return self.edges[stays.argmax(1)]
 
     def edges_interval(self, threshold: float, seed: int = 0) -> tuple[float, float]:
         low, high = np.percentile(self.edges_at(threshold, self.draws(seed)), [2.5, 97.5])
@@ -101,8 +109,7 @@ def refined_curve(
 
 def multiplier(dense: Curve, sparse: Curve, threshold: float, seed: int = 0) -> dict[str, float]:
     """Edges the dense model needs over edges the sparse one needs, with an interval from the same draws of prompts."""
-    if len(dense.m_model) != len(sparse.m_model):
-        raise ValueError(f"curves over different prompts: {len(dense.m_model)} and {len(sparse.m_model)}")
+    _same_prompts(dense, sparse)
     draw = dense.draws(seed)
     ratio = dense.edges_at(threshold, draw) / np.maximum(sparse.edges_at(threshold, draw), 1)
     low, high = np.percentile(ratio, [2.5, 97.5])
@@ -111,6 +118,23 @@ def multiplier(dense: Curve, sparse: Curve, threshold: float, seed: int = 0) -> 
         "dense_edges": ours, "sparse_edges": theirs, "multiplier": ours / max(theirs, 1),
         "low": float(low), "high": float(high), "n_prompts": len(dense.m_model),
     }  # fmt: skip
+
+
+def mean_multiplier(dense: Curve, sparse: Curve, seed: int = 0) -> dict[str, float]:
+    """The multiplier's geometric mean over LEVELS: how far apart the curves are, not where one crosses a threshold."""
+    _same_prompts(dense, sparse)
+    draw = dense.draws(seed)
+    low, high = np.exp(np.percentile(dense.mean_log_edges(draw) - sparse.mean_log_edges(draw), [2.5, 97.5]))
+    ours, theirs = (float(np.exp(curve.mean_log_edges()[0])) for curve in (dense, sparse))
+    return {
+        "dense_edges": ours, "sparse_edges": theirs, "multiplier": ours / theirs,
+        "low": float(low), "high": float(high), "n_prompts": len(dense.m_model),
+    }  # fmt: skip
+
+
+def _same_prompts(dense: Curve, sparse: Curve) -> None:
+    if len(dense.m_model) != len(sparse.m_model):
+        raise ValueError(f"curves over different prompts: {len(dense.m_model)} and {len(sparse.m_model)}")
 
 
 def mib_areas(effects: np.ndarray) -> dict[str, float]:
