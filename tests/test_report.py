@@ -218,7 +218,7 @@ def test_attention_budget(tmp_path):
         assert all(prompt["models"]["sparse"]["weights"]["type"] == kind for prompt in tight["prompts"])
 
 
-def verdict_of(label, **changes):
+def verdict_of(label, part="state", **changes):
     base = {"kind": "base", "loss": 1.7, "sequences": 9, "kl_to_base": 0.0, "density": 1.0, "density_per_layer": None}
     control = base | {"kind": "control", "loss": changes.get("control", 1.69)}
     sparse = base | {"kind": "sparse", "loss": changes.get("loss", 1.705), "kl_to_base": changes.get("kl", 0.02)}
@@ -226,7 +226,7 @@ def verdict_of(label, **changes):
     summary = {"target": changes.get("limit", 1.71), "met": changes.get("met", True), "best_step": 5}
     config = {"loss": changes.get("kind", "cross-entropy"), "target": "base", "tolerance": 0.01}
     found = verdicts({"base": base, "control": control, "sparse": sparse}, summary, config, changes.get("circuits"), [])
-    return {verdict["label"]: verdict["state"] for verdict in found}.get(label)
+    return {verdict["label"]: verdict[part] for verdict in found}.get(label)
 
 
 def test_verdicts_are_rules():
@@ -240,6 +240,9 @@ def test_verdicts_are_rules():
         row = {"dense_edges": 60, "sparse_edges": 30, "multiplier": 2.0, "low": low, "high": high, "n_prompts": 8}
         circuits = {"tasks": [{"name": "ioi", "thresholds": {"0.9": row}}], "problems": []}
         assert verdict_of("Circuit of ioi", circuits=circuits) == state
+        assert "mean" not in verdict_of("Circuit of ioi", "detail", circuits=circuits)
+        circuits["tasks"][0]["mean_multiplier"] = {"thresholds": row | {"multiplier": 1.44}}
+        assert verdict_of("Circuit of ioi", "detail", circuits=circuits).endswith("mean ratio from 50 to 95 %: 1.4")
 
 
 def test_numbers_json_does_not_have():

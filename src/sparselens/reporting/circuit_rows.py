@@ -66,6 +66,7 @@ def _task(name: str, row: dict[str, Any], path: Path) -> dict[str, Any]:
             "metric": next(iter(row["models"].values())).get("metric"),
             "thresholds": row.get("thresholds", {}),
             "thresholds_control": row.get("thresholds_control", {}),
+            "mean_multiplier": row.get("mean_multiplier", {}),
             "overlap": row.get("overlap"),
             "models": models,
             "attention": _attention_edges(row),

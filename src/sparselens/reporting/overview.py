@@ -195,13 +195,17 @@ def _on_unseen(sparse, base, control, summary, config, kl: bool) -> list[dict[st
 def _of_circuit(task: dict[str, Any]) -> list[dict[str, str]]:
     found, name = [], task["name"]
     tokens = task.get("attention") or {}
-    for label, other, thresholds in (
-        (f"Circuit of {name}", "dense base", task.get("thresholds", {})),
-        (f"Circuit of {name}, against the control", "dense control", task.get("thresholds_control", {})),
-        (f"Attention edges of {name}", "dense base", tokens.get("thresholds", {})),
-        (f"Attention edges of {name}, against the control", "dense control", tokens.get("thresholds_control", {})),
-    ):
-        m = thresholds.get("0.9")
+    control = "against the control"
+    rows = {
+        "thresholds": (f"Circuit of {name}", "dense base", task.get("thresholds", {})),
+        "thresholds_control": (f"Circuit of {name}, {control}", "dense control", task.get("thresholds_control", {})),
+        "attention_edges": (f"Attention edges of {name}", "dense base", tokens.get("thresholds", {})),
+        "attention_edges_control": (
+            f"Attention edges of {name}, {control}", "dense control", tokens.get("thresholds_control", {})
+        ),
+    }  # fmt: skip
+    for key, (label, other, thresholds) in rows.items():
+        m, mean = thresholds.get("0.9"), task.get("mean_multiplier", {}).get(key)
         if m:
             state = "met" if m["low"] > 1 else "missed" if m["high"] < 1 else "care"
             times = m["multiplier"]
@@ -210,6 +214,8 @@ def _of_circuit(task: dict[str, Any]) -> list[dict[str, str]]:
                 f"for 90 % of the effect {m['dense_edges']:,} edges in the {other}, {m['sparse_edges']:,} in the "
                 f"sparse model: {text} (ratio {m['low']:.2g} to {m['high']:.2g}, n = {m['n_prompts']} prompts)"
             )
+            if mean:
+                detail += f"; mean ratio from 50 to 95 %: {mean['multiplier']:.2g}"
             found.append(_verdict(state, label, detail))
     return found
 
