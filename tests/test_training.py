@@ -14,11 +14,11 @@ from models import tiny_model, tiny_tokenizer
 
 import sparselens as sl
 from sparselens import training
-from sparselens.config import Sparsify, Training
+from sparselens.config import Gate, Sparsify, Training
 from sparselens.evaluate import measure
-from sparselens.huggingface import gate_biases, is_gated
+from sparselens.huggingface import gate_biases, install_gates, is_gated
 from sparselens.run import Metrics
-from sparselens.sparsification import _settings, _target, trainable
+from sparselens.sparsification import _settings, _target, start_within_reach, trainable
 
 TIMES = ("tokens_per_second",)
 
@@ -313,6 +313,49 @@ def test_gates_are_deterministic_once_closed(base, tmp_path, monkeypatch):
     _, said = sparsify(base, tmp_path / "run", closing=0.5, steps=12)
     assert drawn == [True] * 6 + [False] * 6
     assert any("The budget of 1.00% was not reached" in text and "--density" in text for text in said)
+
+
+def shifted_gpt2():
+    """Head 1 of layer 0 has attention logits around 40; softmax, and so the model, is the same without the offset."""
+    model = tiny_model("gpt2").eval()
+    attention = model.transformer.h[0].attn
+    width, d_head = model.config.n_embd, model.config.n_embd // model.config.n_head
+    with torch.no_grad():
+        attention.c_attn.weight[:, d_head : 2 * d_head] = 0  # its queries: a constant
+        attention.c_attn.bias[d_head : 2 * d_head] = 1.0
+        attention.c_attn.bias[width + d_head : width + 2 * d_head] = 40.0 / d_head**0.5
+    return model
+
+
+@pytest.mark.parametrize("start", [0.0, 1.5])
+def test_heads_with_an_offset_start_within_reach(start):
+    model = shifted_gpt2()
+    ids = torch.randint(0, model.config.vocab_size, (2, 16))
+    before = model(ids, use_cache=False).logits
+    install_gates(model, Gate(bias=start))
+    assert start_within_reach(model, ids) >= 1
+    first = gate_biases(model)[0]
+    assert first[1] < start - 35 and (first[[0, 2, 3]] > start - 2).all()
+    options = {"use_cache": False, "output_attentions": True, "gate_output": "margin"}
+    margins = model(ids, **options).attentions[0][:, 1]
+    share = (margins > start)[margins.isfinite()].float().mean()
+    assert 0.85 <= share <= 0.92  # nine in ten, of 272
+    with torch.no_grad():
+        for bias in gate_biases(model):
+            bias.fill_(1000.0)
+    assert torch.allclose(model(ids, use_cache=False).logits, before, atol=1e-4)
+
+
+def test_sparsify_says_which_heads_start_lower(tmp_path):
+    sl.save(shifted_gpt2(), tiny_tokenizer(), tmp_path / "model")
+    (tmp_path / "text.txt").write_text("\n<|endoftext|>\n".join([" ".join(f"w{i}" for i in range(20))] * 60))
+    said = []
+    run = sl.sparsify(
+        tmp_path / "model", str(tmp_path / "text.txt"), tmp_path / "run", heldout=(str(tmp_path / "text.txt"),),
+        cache=tmp_path / "cache", length=16, steps=1, batch=2, bias_lr=1e-6, show_progress=False, say=said.append,
+    )  # fmt: skip
+    assert any("start with a lower gate bias" in line for line in said)
+    assert gate_biases(sl.load(run.path)[0])[0][1] < -35
 
 
 def test_lora_trains_adapters_and_gates_only(base, tmp_path):

@@ -28,6 +28,7 @@ from .sites import architecture, blocks, dimensions
 from .training import Best, Stage, precision_of, train
 
 STEERING_SHARE = 4  # one held-out sequence in this many may steer
+MOST_OPEN = 0.9  # share of a head's gates that may be open at the start
 
 
 def sparsify(
@@ -166,6 +167,9 @@ def sparsify_into(
 
     target = _target(settings, reference.mean().item(), control_loss)
     sparse = _gated_copy(source, settings)
+    lowered = start_within_reach(sparse, batches.train(0, max(1, 256 // batches.length))["input_ids"])
+    if lowered:
+        say(f"{lowered} heads whose attention logits are nearly all positive start with a lower gate bias")
     constraint = _constraint(settings, target)
     budget = f"least loss with at most {settings.density:.2%} of the edges" if settings.density else "fewest edges"
     trained = "KL to base" if kl else "cross-entropy"
@@ -246,6 +250,29 @@ def _add_gates(model: nn.Module, settings: Sparsify) -> None:
     install_gates(model.get_base_model() if settings.training.lora else model, settings.gate)  # type: ignore
     for bias in gate_biases(model):
         bias.requires_grad_(True)
+
+
+@torch.no_grad()
+def start_within_reach(model: nn.Module, input_ids: torch.Tensor) -> int:
+    """Lower the bias of heads nearly all of whose attention logits are positive; returns how many there are.
+
+    Softmax does not mind an offset, gates do: in Gemma, which normalises queries and keys, whole heads have logits
+    around 10. Their gates would need more steps to close than `closing` has, and other heads would pay for them.
+    """
+    was_training, biases = model.training, gate_biases(model)
+    starts = [bias.clone() for bias in biases]
+    for bias in biases:
+        bias.fill_(1000.0)  # wide open: the dense model's own logits
+    ids = input_ids[:, :256].to(biases[0].device)
+    margins = model.eval()(input_ids=ids, use_cache=False, output_attentions=True, gate_output="margin").attentions
+    model.train(was_training)
+    lowered = 0
+    for bias, start, margin in zip(biases, starts, margins, strict=True):
+        logits = margin.transpose(0, 1).flatten(1).float() - 1000.0
+        offset = torch.stack([head[head.isfinite()].quantile(1 - MOST_OPEN) for head in logits]).clamp(min=0)
+        bias.copy_(start - offset)
+        lowered += int((offset > 0).sum())
+    return lowered
 
 
 def _target(settings: Sparsify, base_loss: float, control_loss: float | None) -> float:
