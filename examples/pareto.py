@@ -4,8 +4,9 @@
         --densities 0.05 0.02 0.01 0.005 0.0025 0.001 --json pareto.json --picture pareto.png
 
 Every budget is a Run of its own, OUT/<density>; the control is trained with the first. Killed or stopped, the same
-command goes on; the file and the picture grow with every budget. 300 steps of 128 x 512 tokens are a quarter of the
-recipe of examples/smollm2_135m.py: the gaps are larger than a full run leaves, their order is what the picture is for.
+command goes on, also with more budgets; the file and the picture grow with each. 300 steps of 128 x 512 tokens are a
+quarter of the recipe of examples/smollm2_135m.py: the gaps are larger than a full run leaves, their order is what the
+picture is for.
 """
 
 import argparse
@@ -13,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import sparselens as sl
+from sparselens.figures import BLUE, GREY
+from sparselens.figures_circuits import ORANGE
 from sparselens.run import Run, provenance, write_json
-
-BLUE, ORANGE, GREY = "#1f5fbf", "#d9730d", "#9aa3b2"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -37,18 +38,17 @@ def main(arguments: list[str] | None = None) -> None:
     wrong = [density for density in a.densities if not 0 < density < 1]
     if wrong:
         parser.error(f"--densities: {wrong[0]} is not between 0 and 1 (0.5 % is 0.005)")
+    folders = {density: a.out / f"{density:g}" for density in a.densities}
+    first = next((density for density in folders if (folders[density] / "control").is_dir()), a.densities[0])
     rows: list[dict[str, Any]] = []
-    for i, density in enumerate(a.densities):
-        folder = a.out / f"{density:g}"
-        if (folder / "evaluation.json").is_file():
-            run = Run(folder)
-        else:
-            run = sl.sparsify(
-                a.model, a.data, folder, heldout=tuple(a.heldout), heldout_tokens=1 << 20, control=i == 0,
-                density=density, closing=a.closing, steps=a.steps, batch=a.batch, micro_batch=a.micro_batch,
-                length=a.length, seed=a.seed, resume=(folder / "run.json").is_file(),
-            )  # fmt: skip
-        rows += rows_of(run, density, first=i == 0)
+    for density in sorted(folders, key=lambda density: density != first):
+        run = sl.sparsify(  # a finished run is only read and measured again
+            a.model, a.data, folders[density], heldout=tuple(a.heldout), heldout_tokens=1 << 20,
+            control=density == first, density=density, closing=a.closing, steps=a.steps, batch=a.batch,
+            micro_batch=a.micro_batch, length=a.length, seed=a.seed,
+            resume=(folders[density] / "run.json").is_file(),
+        )  # fmt: skip
+        rows += rows_of(run, density, first == density)
         found = {"model": a.model, "steps": a.steps, "batch": a.batch, "length": a.length, "closing": a.closing}
         if a.json:
             write_json(a.json, found | {"seeds": [a.seed], "rows": rows} | provenance())
@@ -57,12 +57,12 @@ def main(arguments: list[str] | None = None) -> None:
     print(table(rows))
 
 
-def rows_of(run: Run, density: float, first: bool) -> list[dict[str, Any]]:
-    """The sparse model's row; from the first run also the base's and the control's."""
+def rows_of(run: Run, density: float, whole: bool) -> list[dict[str, Any]]:
+    """The sparse model's row; if asked, the base's and the control's before it."""
     keys = ("kind", "loss", "kl_to_base", "top1_agreement", "density", "edges_per_query")
     rows = []
     for row in run.read("evaluation.json"):
-        if first or row["kind"] == "sparse":
+        if whole or row["kind"] == "sparse":
             rows.append({key: row.get(key) for key in keys})
         if row["kind"] == "sparse":
             rows[-1] |= {"budget": density, "worst_layer_density": max(row["density_per_layer"])}

@@ -15,12 +15,15 @@ pareto = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(pareto)
 
 
-def command(folder: Path, *densities: str) -> list[str]:
+def write_inputs(folder: Path) -> None:
     text = "\n<|endoftext|>\n".join([" ".join(f"w{i}" for i in range(20))] * 60)
     (folder / "text.txt").write_text(text)
     (folder / "heldout.txt").write_text(text)
     sl.save(tiny_model("llama"), tiny_tokenizer(), folder / "model")
-    sizes = ["--steps", "4", "--batch", "2", "--length", "16", "--closing", "0.5"]
+
+
+def command(folder: Path, *densities: str, steps: int = 4) -> list[str]:
+    sizes = ["--steps", str(steps), "--batch", "2", "--length", "16", "--closing", "0.5"]
     files = ["--out", folder / "runs", "--json", folder / "rows.json", "--picture", folder / "picture.png"]
     data = ["--data", folder / "text.txt", "--heldout", folder / "heldout.txt"]
     return [str(folder / "model"), *map(str, data + files), *sizes, "--densities", *densities]
@@ -28,11 +31,13 @@ def command(folder: Path, *densities: str) -> list[str]:
 
 def test_budgets_share_a_control_and_are_not_run_twice(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # the cache of tokens
+    write_inputs(tmp_path)
     pareto.main(command(tmp_path, "0.5"))
-    asked = []
-    monkeypatch.setattr(pareto.sl, "sparsify", lambda *a, run=sl.sparsify, **k: asked.append(k) or run(*a, **k))
-    pareto.main(command(tmp_path, "0.5", "0.2"))
-    assert [(k["density"], k["control"]) for k in asked] == [(0.2, False)]
+    lines = [tmp_path / "runs" / "0.5" / name / "metrics.jsonl" for name in ("", "control")]
+    before = [path.read_bytes() for path in lines]
+    pareto.main(command(tmp_path, "0.2", "0.5"))  # another budget, and in front: the control stays where it is
+    assert [path.read_bytes() for path in lines] == before
+    assert not (tmp_path / "runs" / "0.2" / "control").exists()
     found = json.loads((tmp_path / "rows.json").read_text())
     assert [(row["kind"], row.get("budget")) for row in found["rows"]] == [
         ("base", None), ("control", None), ("sparse", 0.5), ("sparse", 0.2)
@@ -42,6 +47,8 @@ def test_budgets_share_a_control_and_are_not_run_twice(tmp_path, monkeypatch, ca
         sorted(row["loss"] - control for row in rows)
     )
     assert (tmp_path / "picture.png").stat().st_size > 5000 and "loss - control" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="holds another run"):  # points of other runs are not mixed in
+        pareto.main(command(tmp_path, "0.5", "0.2", steps=5))
 
 
 def test_a_density_in_per_cent_is_refused_before_any_work(tmp_path, capsys):

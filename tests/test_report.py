@@ -132,6 +132,16 @@ def test_circuit_numbers_are_the_runs(run):
     assert shown["thresholds"] == results["tasks"]["ioi"]["thresholds"]
 
 
+def test_the_mean_multiplier_reaches_the_page(tmp_path):
+    folder = make_run(tmp_path / "run", parts=("circuits",))
+    results = json.loads((folder / "circuits" / "results.json").read_text())
+    row = results["tasks"]["ioi"]
+    row["mean_multiplier"] = {"attention_edges": row["attention_edges"]["0.9"] | {"multiplier": 7.25}}
+    write_json(folder / "circuits" / "results.json", results)
+    found = payload([folder])["runs"][0]["overview"]["verdicts"]
+    assert [v["label"] for v in found if "mean ratio from 50 to 95 %: 7.2" in v["detail"]] == ["Attention edges of ioi"]
+
+
 def test_attention_edges_are_the_runs(run):
     """Curve and multipliers to the last digit; edges in the Run's order, so that a prefix is a measured circuit."""
     row = json.loads((run / "circuits" / "results.json").read_text())["tasks"]["ioi"]

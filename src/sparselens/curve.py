@@ -54,15 +54,15 @@ class Curve:
 
     def edges_at(self, threshold: float, draw: np.ndarray | None = None) -> Any:
         """The smallest measured size that reaches the threshold and from which no larger one falls below it."""
-        found = self._sizes(np.atleast_2d(self.effects(draw)), threshold)
+        found = self._sizes_at(np.atleast_2d(self.effects(draw)), threshold)
         return int(found[0]) if draw is None else found
 
     def mean_log_edges(self, draw: np.ndarray | None = None) -> np.ndarray:
         """The logarithm of edges_at, averaged over LEVELS: [1], or [draws]."""
         effects = np.atleast_2d(self.effects(draw))
-        return np.mean([np.log(np.maximum(self._sizes(effects, level), 1)) for level in LEVELS], axis=0)
+        return np.mean([np.log(np.maximum(self._sizes_at(effects, level), 1)) for level in LEVELS], axis=0)
 
-    def _sizes(self, effects: np.ndarray, threshold: float) -> np.ndarray:
+    def _sizes_at(self, effects: np.ndarray, threshold: float) -> np.ndarray:
         stays = np.logical_and.accumulate((effects >= threshold - 1e-9)[:, ::-1], axis=1)[:, ::-1]
         stays[:, -1] = True  # the whole model
         return self.edges[stays.argmax(1)]
