@@ -330,6 +330,7 @@ def main(arguments: list[str] | None = None) -> None:
         if type(error).__name__ == "Interrupted":
             if processes.is_main():
                 print(f"sparselens: {error}", file=sys.stderr)
+            processes.stop()
             sys.exit(130)
         if os.environ.get("SPARSELENS_DEBUG"):
             raise

@@ -82,13 +82,17 @@ def _control_group() -> "ProcessGroup":
 
 
 def stop() -> None:
-    """Leave the others, at the end of a command that went well."""
+    """Leave the others, at the end of a command that went well, or that all of them have stopped."""
     if world() > 1:
         import torch.distributed as dist
 
         if dist.is_initialized():
             _gather([0])  # nobody leaves while another is still at it
             dist.destroy_process_group()
+            # The groups' threads end with the last reference. One that lets go of a tensor after Python has begun to
+            # shut down would abort the process.
+            _mesh.cache_clear()
+            _control_group.cache_clear()
 
 
 # ---- what all of us say ----------------------------------------------------------------------------------------------
