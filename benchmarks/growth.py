@@ -24,13 +24,14 @@ from sparselens.curve import log_sizes
 from sparselens.decoder import Decoder
 from sparselens.huggingface import install_gates
 from sparselens.memory import PeakMemory
+from sparselens.optimizers import make_optimizer
 from sparselens.patching import Patcher
 from sparselens.run import provenance, write_json
 from sparselens.scoring import eap
 from sparselens.tasks import Pair
 from sparselens.tasks.prompts import Prompts
 from sparselens.tracing import trace
-from sparselens.training import Stage, loss_and_density, make_optimizer
+from sparselens.training import Stage, loss_and_density
 from sparselens.transcoder import Transcoder
 from sparselens.transcoder_evaluation import observe
 from sparselens.transcoder_training import Learner

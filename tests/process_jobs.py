@@ -97,6 +97,7 @@ JOBS = {
     "plain": sparsify,
     # Densities are averaged over rounds of forward passes: two processes make one round of two passes.
     "all": lambda folder, out: sparsify(folder, out, micro_batch=4 // processes.world(), **ALL_AT_ONCE),
+    "muon": lambda folder, out: sparsify(folder, out, optimizer="muon"),
     "resume": lambda folder, out: sparsify(folder, out, resume=True),
     "transcode": transcode,
     "discover": discover,
@@ -111,4 +112,8 @@ if __name__ == "__main__":
     for job in sys.argv[2:]:
         name, _, out = job.partition("=")
         JOBS[name](Path(sys.argv[1]), out)
+    threads = Path("/proc/self/task")  # of the process groups too
+    before = len(list(threads.iterdir()))
     processes.stop()
+    # A thread that outlives Python, which it needs to let go of a tensor, aborts the process now and then.
+    assert len(list(threads.iterdir())) < before

@@ -70,13 +70,15 @@ def test_two_processes_with_a_model_each(folder):
 
 def test_two_processes_with_half_a_model_each(folder):
     """FSDP2, through accelerate and the configuration we ship."""
-    for job in ("plain", "all", "transcode", "interrupted"):
+    names = ("plain", "muon", "all", "transcode", "interrupted")
+    for job in names:
         jobs.JOBS[job](folder, f"one-{job}")
-    names = ("plain", "all", "transcode", "interrupted")
     code, said = launch(ACCELERATE, folder, *(f"{name}=two-{name}" for name in names), "resume=one-interrupted")
     assert code == 0, said
 
     same_run(folder, "one-plain", "two-plain")
+    # Muon orthogonalises in bf16: what the processes round differs. (AdamW's loss is 0.12 away from it.)
+    close(folder / "one-muon", folder / "two-muon", to=0.03, but={"grad_norm"})
     same_run(folder, "one-all", "two-all")
     close(folder / "one-all" / "control", folder / "two-all" / "control")
     same_transcoder(folder)
@@ -85,13 +87,13 @@ def test_two_processes_with_half_a_model_each(folder):
     parts_are_the_whole(folder)
 
 
-def close(a: Path, b: Path, to: float = 1e-4) -> None:
+def close(a: Path, b: Path, to: float = 1e-4, but: frozenset[str] | set[str] = frozenset()) -> None:
     """The numbers of every step agree."""
     lines, others = Metrics.read(a), Metrics.read(b)
     assert [line["step"] for line in lines] == [line["step"] for line in others] and lines
     for line, other in zip(lines, others, strict=True):
         assert line.keys() == other.keys()
-        for key in line.keys() - {"tokens_per_second", "lambda"}:
+        for key in line.keys() - {"tokens_per_second", "lambda"} - but:
             assert other[key] == pytest.approx(line[key], abs=to), (b.name, line["step"], key)
 
 

@@ -103,7 +103,9 @@ def test_control_sees_the_same_data_and_starts_from_the_same_weights(base, tmp_p
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"lora": 2}, {"micro_batch": 2}, {"density": None, "loss": "kl", "target": "base"}], ids=str
+    "options",
+    [{}, {"lora": 2}, {"micro_batch": 2}, {"optimizer": "muon"}, {"density": None, "loss": "kl", "target": "base"}],
+    ids=str,
 )
 def test_resume_is_bit_identical(base, tmp_path, options, monkeypatch):
     """Interrupted after step 7 and resumed: every metric of every step equals the uninterrupted run's."""

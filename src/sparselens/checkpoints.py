@@ -194,7 +194,9 @@ def fill_optimizer(optimizer, parameters: "dict[str, nn.Parameter]", tensors: "M
     for name, p in parameters.items():
         prefix = f"adam.{name}."
         saved = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
-        if saved:
-            step = saved.pop("step")  # where the optimiser keeps it: beside the parameter when fused, which is on a GPU
-            moments = {key: processes.split_like(moment, p) for key, moment in saved.items()}
-            optimizer.state[p] = moments | {"step": step.to(p.device) if p.is_cuda else step}
+        if not saved:
+            continue
+        step = saved.pop("step", None)  # AdamW's; it keeps it beside the parameter when fused, which is on a GPU
+        optimizer.state[p] = {key: processes.split_like(moment, p) for key, moment in saved.items()}
+        if step is not None:
+            optimizer.state[p]["step"] = step.to(p.device) if p.is_cuda else step

@@ -28,9 +28,10 @@ from .config import Sparsify
 from .evaluate import forward
 from .huggingface import _causal_pairs
 from .memory import PeakMemory
+from .optimizers import make_optimizer
 from .sites import dimensions
 from .sparsification import _add_gates, trainable
-from .training import Stage, loss_and_density, make_optimizer
+from .training import Stage, loss_and_density
 
 TIMED_DEPTHS = (2, 6)  # layers; a model with no more than the second is timed whole
 TIMED_SECONDS = 1.0  # a timed step takes as many sequences as fit into this

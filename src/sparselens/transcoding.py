@@ -26,9 +26,10 @@ from .checkpoints import fill, fill_optimizer, load_checkpoint, save_checkpoint
 from .config import Text, Transcode
 from .data import Batches, TextBatches
 from .huggingface import load
+from .optimizers import learning_rate
 from .run import Metrics, Run
 from .sites import architecture, base_model, blocks, dimensions
-from .training import MAX_BAD_STEPS, Interrupted, learning_rate, precision_of
+from .training import MAX_BAD_STEPS, Interrupted, precision_of
 from .transcoder import Transcoder
 from .transcoder_evaluation import measure_fit, measure_replacement, tokens_of
 from .transcoder_files import FOLDER
