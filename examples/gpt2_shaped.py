@@ -6,7 +6,8 @@
 sequences are 393M tokens, trained by the loop that trains everything here: progress, held-out loss, checkpoints. With
 Muon and small steps: its held-out loss after 11M tokens, 5.50 nats, took AdamW with steps of 256 sequences 160M tokens.
 Killed or stopped, the same command goes on from the last checkpoint. The result is an ordinary Hugging Face folder,
-OUT/model. On a CPU try `--layers 2 --width 64 --heads 4 --length 64 --batch 8 --steps 20`.
+OUT/model, to be made sparse with `python examples/smollm2_135m.py OUT/model ...`. On a CPU try
+`--layers 2 --width 64 --heads 4 --length 64 --batch 8 --steps 20`.
 """
 
 import argparse
