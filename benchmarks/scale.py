@@ -32,11 +32,12 @@ from sparselens.memory import PeakMemory, estimate_memory
 from sparselens.optimizers import make_optimizer
 from sparselens.run import provenance, write_json
 from sparselens.scoring import eap
-from sparselens.sites import base_model, mlp_width
+from sparselens.sites import base_model, blocks, mlp_width
 from sparselens.sparsification import _add_gates, _copy
+from sparselens.speed import compiles
 from sparselens.tasks import Pair
 from sparselens.tasks.prompts import Item, Prompts, Read, collate
-from sparselens.training import Stage, compile_blocks, loss_and_density
+from sparselens.training import Stage, loss_and_density
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GIB = 2**30
@@ -176,7 +177,9 @@ def compare(model, settings: Sparsify, batch: int, tokens: int, repeats: int) ->
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = make_optimizer(parameters, settings.training)
     stage = Stage("scale", model, batches=None, folder=Path(), settings=settings.training)  # type: ignore[arg-type]
-    compile_blocks(stage, DEVICE)
+    if compiles(settings.training, DEVICE):
+        for block in blocks(model):
+            block.compile()
     controller = Budget(target=0.0, density=0.01)
     seconds: dict[str, list[float]] = {"dense": [], "sparse": []}
     peaks = {"dense": 0.0, "sparse": 0.0}

@@ -7,7 +7,7 @@ from models import CONFIGS, tiny_model
 from sparselens.config import Gate, Training
 from sparselens.huggingface import install_gates
 from sparselens.optimizers import Together, learning_rate, make_optimizer
-from sparselens.training import HEAD_MULTIPLE, pad_head
+from sparselens.speed import HEAD_MULTIPLE, pad_head
 
 
 def optimizer_of(model, **settings):

@@ -13,7 +13,7 @@ import torch
 from models import tiny_model, tiny_tokenizer
 
 import sparselens as sl
-from sparselens import training
+from sparselens import speed, training
 from sparselens.config import Gate, Sparsify, Training
 from sparselens.evaluate import measure
 from sparselens.huggingface import gate_biases, install_gates, is_gated
@@ -147,6 +147,21 @@ def test_compiled_blocks_follow_the_plain_ones(base, tmp_path, options, monkeypa
     assert len(calls) == (2 if "loss" not in options else 4), "the teacher's blocks, too"
     assert all(block._compiled_call_impl is None for block in calls)
     for a, b in zip(lines(plain.path), lines(fused.path), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5) and a["density"] == pytest.approx(b["density"], rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"lora": 2, "gradient_checkpointing": True, "loss": "kl"}], ids=str)
+def test_padded_heads_follow_the_plain_ones(base, tmp_path, options, monkeypatch):
+    """As on a GPU, for a vocabulary that is not a multiple; and plain heads again afterwards."""
+    plain, _ = sparsify(base, tmp_path / "plain", steps=4, **options)
+    whole, heads = speed.pad_head, []
+    monkeypatch.setattr(speed, "HEAD_MULTIPLE", 48)
+    monkeypatch.setattr(speed, "pad_head", lambda model: heads.append(whole(model)) or heads[-1])
+    monkeypatch.setattr(training, "faster", lambda models, settings, device: speed.faster(models, settings, "cuda"))
+    padded, _ = sparsify(base, tmp_path / "padded", steps=4, **options)
+    assert len(heads) == (1 if "loss" not in options else 2) and None not in heads
+    assert all("forward" not in vars(head) for head in heads)
+    for a, b in zip(lines(plain.path), lines(padded.path), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5) and a["density"] == pytest.approx(b["density"], rel=1e-5)
 
 

@@ -211,7 +211,7 @@ class Job:
 
     @property
     def compiled(self) -> bool:
-        """Whether the run will compile its blocks (training.compile_blocks)."""
+        """Whether the run will compile its blocks (speed.compiles)."""
         training = self.settings.training
         auto = self.gpu and training.steps >= 500 and not self.sharded
         return self.gpu and (training.compile == "yes" or (training.compile == "auto" and auto))

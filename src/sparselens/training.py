@@ -12,7 +12,6 @@ Several processes (processes.py) share the sequences of a step. Loss and density
 gates are drawn by a sequence's place in it, and so they follow one process with the same batch.
 """
 
-import functools
 import math
 import time
 from collections.abc import Callable
@@ -34,9 +33,9 @@ from .memory import out_of_memory
 from .optimizers import learning_rate, make_optimizer
 from .run import Metrics, reading
 from .sites import blocks
+from .speed import faster, fused
 
 MAX_BAD_STEPS = 3
-HEAD_MULTIPLE = 64  # vocabularies are padded to it on a GPU
 PARTING = 0.2  # nats between training and held-out loss, beyond where they started, that deserve a warning
 
 
@@ -112,10 +111,6 @@ def train(stage: Stage, resume: bool = False) -> Best:
     if settings.gradient_checkpointing:
         # Reentrant checkpointing would lose the edge counts on their way out of the model.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore
-    compiled = compile_blocks(stage, accelerator.device.type)
-    padded = []
-    if accelerator.device.type == "cuda" and not processes.sharded():
-        padded = [head for each in (model, stage.teacher) if each is not None and (head := pad_head(each)) is not None]
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = make_optimizer(parameters, settings)
     stage.runner = processes.trainable(model)
@@ -129,7 +124,8 @@ def train(stage: Stage, resume: bool = False) -> Best:
     model.train()
     show = stage.show_progress and processes.is_main()
     bar = tqdm(total=settings.steps, initial=progress.step, desc=stage.name, unit="step", disable=not show)
-    with bar, processes.interruptible() as interrupted:
+    models = [model] if stage.teacher is None else [model, stage.teacher]
+    with bar, processes.interruptible() as interrupted, faster(models, settings, accelerator.device.type):
         if progress.step == 0:
             checkpoint(stage, parameters, optimizer, progress)
         while progress.step < settings.steps:
@@ -179,41 +175,9 @@ def train(stage: Stage, resume: bool = False) -> Best:
     metrics.close()
     if tracker:
         accelerator.end_training()
-    for block in compiled:
-        block._compiled_call_impl = None  # whoever looks inside next, with hooks, wants the plain block
-    for head in padded:
-        del head.forward
     best = take_best(stage, parameters, progress.best)
     model.eval()
     return best
-
-
-def compile_blocks(stage: Stage, device: str) -> list[nn.Module]:
-    """Compile the blocks of model and teacher where it pays; returns them. Blocks alike share their compiled code."""
-    wanted, settings = stage.settings.compile, stage.settings
-    if wanted == "no" or (wanted == "auto" and (device != "cuda" or settings.steps < 500 or processes.sharded())):
-        return []
-    found = [block for model in (stage.model, stage.teacher) if model is not None for block in blocks(model)]
-    for block in found:
-        block.compile()
-    return found
-
-
-def pad_head(model: nn.Module) -> nn.Module | None:
-    """Compute logits of a vocabulary such as GPT-2's 50,257 as if it were the next multiple of 64: the same logits.
-
-    GPUs multiply such matrices several times faster. Returns the changed module, None where there is nothing to gain.
-    """
-    head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    if type(head) is not nn.Linear or head.bias is not None or head.out_features % HEAD_MULTIPLE == 0:
-        return None
-
-    def padded(hidden: Tensor) -> Tensor:
-        extra = -head.out_features % HEAD_MULTIPLE
-        return nn.functional.linear(hidden, nn.functional.pad(head.weight, (0, 0, 0, extra)))[..., : head.out_features]
-
-    head.forward = padded
-    return head
 
 
 def accumulate(stage: Stage, accelerator, progress: Progress, micro: int, sample: bool) -> tuple[float, float] | None:
@@ -292,16 +256,6 @@ def loss_and_density(
         return loss, torch.zeros((), device=loss.device)
     record = torch.stack(output.attentions)  # [n_layers, batch, n_heads, 2]: edges, pairs
     return loss, record[..., 0].sum() / processes.mean(record[..., 1].sum())
-
-
-@functools.cache
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return torch.compile(function, dynamic=False)
-
-
-def fused(function: Callable[..., Tensor], logits: Tensor) -> Callable[..., Tensor]:
-    """The function, compiled on a GPU: of a small model's step, eager passes over the logits are half the time."""
-    return _compiled(function) if logits.is_cuda else function
 
 
 def evaluate(
