@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import processes
-from .curve import THRESHOLDS, Curve, log_sizes, refined_curve
+from .curve import THRESHOLDS, Curve, NoEffect, check_spread, log_sizes, refined_curve
 from .decoder import Decoder
 from .gating import allowed_pairs
 from .record import start
@@ -45,7 +45,8 @@ class AttentionPatcher:
         self.decoder, self.prompts = decoder, prompts.to(next(decoder.model.parameters()).device)
         tokens = self.prompts.clean.shape[1]
         self.shape = (d.n_layers, d.n_heads, tokens, tokens)
-        self.possible = allowed_pairs(tokens, tokens)[0, 0].expand(self.shape).numpy()
+        pairs = [allowed_pairs(tokens, tokens, window=part.window)[0] for part in decoder.parts]
+        self.possible = torch.stack(pairs).expand(self.shape).numpy()
         # Patterns of every layer, several copies of each in the backward pass.
         self.at_once = max(1, int(memory_mb * 2**20 / (40 * d.n_layers * d.n_heads * tokens**2 + 4e5)))
 
@@ -93,7 +94,7 @@ class AttentionPatcher:
         self, prompts: Prompts | None = None
     ) -> Iterator[tuple[slice, Prompts, Tensor, list[tuple[Tensor, Tensor]]]]:
         """Prompts, their embeddings, and what the corrupted run attends to (weights, values) in every layer."""
-        prompts = prompts or self.prompts
+        prompts = self.prompts if prompts is None else prompts  # an empty share of them is a share
         for first in range(0, len(prompts), self.at_once):
             some = slice(first, first + self.at_once)
             part = prompts.take(some)
@@ -128,9 +129,17 @@ def attention_curve(
     memory_mb: float,
     progress: Callable[[int], None] = lambda n: None,
 ) -> tuple[Curve, dict[str, Any]]:
-    """Explained effect of the best n attention edges on held-out prompts, and the row for `discover --json`."""
+    """Explained effect of the best n attention edges on held-out prompts, and the row for `discover --json`.
+
+    NoEffect where attention does nothing for the task, or the halves share too few prompts of one length.
+    """
     scoring, heldout = of_common_length(scoring, heldout)
     length = heldout.clean.shape[1]
+    if min(len(scoring), len(heldout)) < 2:
+        raise NoEffect(
+            f"of the most common length there are {len(scoring)} prompts for scoring and {len(heldout)} held out; "
+            "take more prompts"
+        )
     scores = AttentionPatcher(decoder, scoring, memory_mb).scores()
     patcher = AttentionPatcher(decoder, heldout, memory_mb)
     order = np.argsort(-np.abs(scores), axis=None, kind="stable")
@@ -145,6 +154,7 @@ def attention_curve(
         return patcher.run(masks.reshape(-1, *scores.shape), progress).numpy()
 
     whole, nothing = patcher.run(np.stack([patcher.possible, np.zeros_like(patcher.possible)]), progress).numpy()
+    check_spread(whole, nothing, "by token")
     found = refined_curve(log_sizes(alive, points).tolist() if alive else [], run, whole, nothing, n_edges)
     weights = patcher.weights()
     places = [np.unravel_index(at, scores.shape) for at in order[:MOST]]

@@ -14,6 +14,14 @@ from .huggingface import load
 from .run import check_folder, check_writable, provenance, write_json
 
 
+def _name(model: str) -> str:
+    """A file or folder by its own name (SmolLM2-1.7B has a dot, but no suffix), a hub name as it is."""
+    path = Path(model)
+    if not path.exists():
+        return model
+    return path.stem if path.suffix == ".gguf" else path.resolve().name
+
+
 def discover_command(model: str, task: str, settings: Search, out: Path | None, json: Path | None) -> None:
     registry.find(task)  # before the model is loaded
     check_folder(out)
@@ -23,7 +31,7 @@ def discover_command(model: str, task: str, settings: Search, out: Path | None, 
     circuit = discover(loaded, tokenizer, task, settings=settings, show_progress=True)
     if not processes.is_main():
         return
-    found = circuit.results | {"model": Path(model).stem if Path(model).exists() else model} | _about()
+    found = circuit.results | {"model": _name(model)} | _about()
     print(
         f"\nmetric: {found['m_model']:.3f} on the prompts, {found['m_nothing']:.3f} on the corrupted ones "
         f"(n = {found['n_prompts']} held-out prompts)"

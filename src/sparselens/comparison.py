@@ -57,6 +57,8 @@ def compare(
     if not wanted:
         raise ValueError("no task to compare; name at least one with --tasks")
     found = [registry.find(task) for task in wanted]  # unknown names before any model is loaded
+    if len({task.name for task in found}) < len(found):
+        raise ValueError("two tasks of the same name: " + ", ".join(task.name for task in found) + "; rename a file")
     if control is None and isinstance(sparse, str | Path) and (Path(sparse) / "control" / "model").is_dir():
         control = Path(sparse) / "control" / "model"
     models: dict[str, nn.Module] = {}

@@ -18,6 +18,10 @@ DRAWS = 1000
 ROUNDS = 3  # of refinement where the curve crosses a threshold
 
 
+class NoEffect(ValueError):
+    """Model and nothing hardly differ, or there is nothing to tell by: no effect to explain."""
+
+
 @dataclass
 class Curve:
     """What circuits of growing size do on the same prompts. Sorted by size; the last one is the whole model."""
@@ -148,7 +152,7 @@ def check_spread(m_model: np.ndarray, m_nothing: np.ndarray, what: str) -> None:
     difference = m_model - m_nothing
     error = difference.std(ddof=1) / len(difference) ** 0.5 if len(difference) > 1 else 0.0
     if difference.mean() <= 2 * error or difference.mean() <= 1e-6:
-        raise ValueError(
+        raise NoEffect(
             f"{what}: the metric is {m_model.mean():.4g} on the prompts and {m_nothing.mean():.4g} on the corrupted "
             f"ones (difference {difference.mean():.3g} +- {error:.2g}). The model does not do this task, so there is "
             "no effect to explain; try another task or another model."

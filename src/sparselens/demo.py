@@ -145,7 +145,8 @@ def _circuits(run: Run, base, sparse, seed: int) -> dict[str, Any] | None:
         circuit.save(run.path / f"circuit-addition-{role}.json")
     draw_all(result, run.path)
     row = result["tasks"]["addition"]
-    return {"tokens": row["attention_edges"]["0.9"], "components": row["thresholds"]["0.9"]}
+    kinds = {"tokens": "attention_edges", "components": "thresholds"}
+    return {kind: row[key]["0.9"] for kind, key in kinds.items() if key in row}
 
 
 def _features(

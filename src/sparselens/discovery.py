@@ -22,7 +22,18 @@ from . import processes, tasks
 from .attention_edges import attention_curve
 from .circuit import Circuit
 from .config import Search
-from .curve import MIB_FRACTIONS, ROUNDS, THRESHOLDS, Curve, check_spread, log_sizes, mib_areas, refine, refined_curve
+from .curve import (
+    MIB_FRACTIONS,
+    ROUNDS,
+    THRESHOLDS,
+    Curve,
+    NoEffect,
+    check_spread,
+    log_sizes,
+    mib_areas,
+    refine,
+    refined_curve,
+)  # fmt: skip
 from .decoder import Decoder
 from .heads import HeadPatcher, token_edges
 from .huggingface import is_gated
@@ -82,7 +93,12 @@ def prepare(
     prompts = build(task, tokenizer, wanted + wanted // 4, settings.seed, dimensions(config).max_tokens, say)
     if int(torch.stack([prompts.clean.max(), prompts.corrupted.max()]).max()) >= config.vocab_size:
         raise ValueError("the tokenizer has tokens this model does not know; load both from the same place")
-    right = torch.stack([answered(model, prompts) for model in models]).all(0)
+    modes = [model.training for model in models]
+    try:
+        right = torch.stack([answered(model.eval(), prompts) for model in models]).all(0)
+    finally:
+        for model, mode in zip(models, modes, strict=True):
+            model.train(mode)
     right = processes.total(right.int()) == processes.world()  # the same prompts everywhere
     n_right = int(right.sum())
     if n_right < FEWEST or n_right < len(prompts) / 4:
@@ -191,15 +207,21 @@ def _discover(
     if settings.random_control:
         circuit.results["random"] = _random(patcher, curve, settings, show_progress)
     if settings.heads:
-        circuit.heads = heads = _heads(model, decoder, circuit, heldout, settings, show_progress)
-        circuit.results["heads_at"] = {str(t): heads["curve"].edges_at(t) for t in THRESHOLDS}
-        circuit.results["heads"] = heads["names"][: heads["curve"].edges_at(0.9)]
-        circuit.results["heads_curve"] = heads["curve"].row(settings.seed)
+        try:
+            circuit.heads = heads = _heads(model, decoder, circuit, heldout, settings, show_progress)
+            circuit.results["heads_at"] = {str(t): heads["curve"].edges_at(t) for t in THRESHOLDS}
+            circuit.results["heads"] = heads["names"][: heads["curve"].edges_at(0.9)]
+            circuit.results["heads_curve"] = heads["curve"].row(settings.seed)
+        except NoEffect as error:
+            say(f"{name}: no heads: {error}")
     if settings.tokens:
         with tqdm(desc="tokens", unit="circuit", disable=not show_progress) as bar:
             sizes = (settings.points, settings.memory_mb)
-            circuit.token_curve, row = attention_curve(decoder, scoring, heldout, *sizes, bar.update)
-        circuit.results["attention_edges"] = row
+            try:
+                circuit.token_curve, row = attention_curve(decoder, scoring, heldout, *sizes, bar.update)
+                circuit.results["attention_edges"] = row
+            except NoEffect as error:
+                say(f"{name}: no circuit by token: {error}")
     if is_gated(base_model(model)):
         circuit.results["token_edges"] = token_edges(model, heldout)
     circuit.results["circuit"] = [[edge, score] for edge, score in circuit.edges[:5000]]
@@ -225,7 +247,7 @@ def _scores(decoder: Decoder, prompts: Prompts, settings: Search, show_progress:
     )  # fmt: skip
     say(f"scoring {decoder.components.n_edges:,} edges on {n} prompts needs about {need}")
     with tqdm(total=n * max(steps, 1), desc="scoring", unit="prompt", disable=not show_progress) as bar:
-        return eap(decoder, prompts, steps, at_once, bar.update, settings.path)
+        return eap(decoder, prompts, steps, at_once, bar.update, settings.path, settings.ablation)
 
 
 def _curve(
@@ -292,6 +314,7 @@ def _heads(
     ranking = circuit.components.rank_heads(circuit.scores)
     patcher = HeadPatcher(model, heldout)
     m_model, m_nothing = patcher.run([ranking, []]).numpy()
+    check_spread(m_model, m_nothing, "heads")
     sizes = log_sizes(len(ranking), min(settings.points, 10)).tolist()
     with tqdm(desc="heads", unit="set", disable=not show_progress) as bar:
         curve = refined_curve(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from . import processes
 from .gating import allowed_pairs
 from .record import capture, patch
-from .sites import base_model, dimensions
+from .sites import base_model, dimensions, parts
 from .tasks.prompts import Prompts, of_common_length
 
 
@@ -75,16 +75,18 @@ def token_edges(model: nn.Module, prompts: Prompts, at_once: int = 16, most: int
         pattern = torch.stack(output.attentions).double().cpu()  # [layers, batch, heads, queries, keys]
         share += (pattern > 0).double().sum(1)
         weight += pattern.sum(1)
-    n, pairs = len(chosen), int(allowed_pairs(length, length).sum())
+    n = len(chosen)
+    windows = [parts(model, layer).window for layer in range(dims.n_layers)]
+    n_possible = dims.n_heads * sum(int(allowed_pairs(length, length, window=window).sum()) for window in windows)
     opened = share.nonzero()
     order = weight[tuple(opened.T)].argsort(descending=True)[:most]
     return {
         "n_prompts": n,
         "length": length,
         "example": chosen.pairs[0].clean,
-        "n_possible": pairs * share.shape[0] * share.shape[1],
+        "n_possible": n_possible,
         "n_open": len(opened),
-        "n_proven_absent": pairs * share.shape[0] * share.shape[1] - len(opened),
+        "n_proven_absent": n_possible - len(opened),
         "open_per_prompt": float(share.sum() / n),
         "columns": ["layer", "head", "query", "key", "share_of_prompts", "mean_weight"],
         "open": [

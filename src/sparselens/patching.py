@@ -138,7 +138,8 @@ class Patcher:
         run = trace(self.decoder, corrupted)
         return run if self.ablation == "corrupted" else _nothing(self.decoder, run)
 
-    def _base_of(self, some: slice) -> Trace:
+    def base_of(self, some: slice | Tensor) -> Trace:
+        """What edges outside a circuit carry, for these prompts."""
         if self._base is None:
             return self._make_base(self.corrupted[some])
         if self.ablation == "mean":
@@ -193,7 +194,7 @@ class Patcher:
     def _logits(self, masks: Tensor, some: slice) -> tuple[Tensor, Tensor]:
         """Logits at the reads [circuits, n, reads, vocabulary] and metrics [circuits, n] on some of the prompts."""
         clean, prompts = self.clean[some], self.prompts.take(some)
-        hidden = run_circuits(self.decoder, masks.to(clean), clean, self._base_of(some))
+        hidden = run_circuits(self.decoder, masks.to(clean), clean, self.base_of(some))
         logits = self.decoder.unembed(prompts.at_reads(hidden))
         return logits, prompts.score(logits.double()).cpu()
 

@@ -37,7 +37,7 @@ from torch import Tensor
 from . import processes
 from .decoder import Decoder
 from .memory import SLICES, WRITERS_AT_ONCE
-from .patching import Patcher
+from .patching import Ablation, Patcher, trace
 from .record import start
 from .tasks.prompts import Prompts
 
@@ -53,6 +53,7 @@ def eap(
     n_at_once: int = 16,
     progress: Callable[[int], None] = lambda n: None,
     path: Path = "whole",
+    ablation: Ablation = "corrupted",
 ) -> np.ndarray:
     """EAP (steps=0: gradient on the clean prompt) or EAP-IG scores, [readers, writers] fp64.
 
@@ -63,11 +64,17 @@ def eap(
     scores = torch.zeros(len(points), c.n_readers, c.n_writers, dtype=torch.float64)
     products = torch.zeros(c.n_writers, c.n_writers, dtype=torch.float64)
     prompts = prompts.to(next(decoder.model.parameters()).device)
-    own = prompts.take(slice(processes.rank(), None, processes.world()))
+    base = None if ablation == "corrupted" else Patcher(decoder, prompts, ablation)
+    own = torch.arange(len(prompts))[processes.rank() :: processes.world()]
     for first in range(0, len(own), n_at_once):
-        part = own.take(slice(first, first + n_at_once))
+        some = own[first : first + n_at_once]
+        part = prompts.take(some)
         clean, corrupted = _embeddings(decoder, part)
-        differences = _differences(decoder, clean, corrupted)
+        if base is None:
+            differences = _differences(decoder, clean, corrupted)
+        else:
+            differences = _from_base(decoder, clean, base, some)
+        differences = _real(differences, part)
         if len(points) > 1 and path == "own":
             _writer_products(decoder, differences, products)
         for point, at_point in zip(points, scores, strict=True):
@@ -159,6 +166,22 @@ def _differences(decoder: Decoder, clean: Tensor, corrupted: Tensor) -> tuple[Te
                 zs[layer], mlps[layer] = scaled - zs[layer], mlp - mlps[layer]
             x = after + mlp
     return clean - corrupted, zs, mlps
+
+
+@torch.no_grad()
+def _from_base(decoder: Decoder, clean: Tensor, patcher: Patcher, some: Tensor) -> tuple:
+    """The same against what edges outside a circuit carry with this ablation."""
+    run, base = trace(decoder, clean), patcher.base_of(some)
+    z, mlp = ([a - b for a, b in zip(x, y, strict=True)] for x, y in ((run.z, base.z), (run.mlp_out, base.mlp_out)))
+    return clean - base.embedding, z, mlp
+
+
+def _real(differences: tuple, prompts: Prompts) -> tuple:
+    """Nothing changes after a prompt's end: padding has no say in what share of a reader's input an edge carries."""
+    at_input, zs, mlps = differences
+    real = torch.arange(at_input.shape[1], device=at_input.device) < prompts.lengths[:, None]
+    real = real[..., None].to(at_input.dtype)
+    return at_input * real, [z * real[:, None] for z in zs], [mlp * real for mlp in mlps]
 
 
 @torch.no_grad()

@@ -44,8 +44,8 @@ def filler(rng: random.Random, words: Words, distance: int) -> str:
     return text
 
 
-def register_distance(distance: int, name: str) -> None:
-    @task(name)
+def register_distance(distance: int, name: str | None = None) -> None:
+    @task(name or f"ioi-long-{distance}")
     def ioi_long(rng: random.Random, words: Words) -> Pair:
         template = rng.choice(TEMPLATES).replace("{filler}", filler(rng, words, distance))
         return pair(rng, words, template)

@@ -39,7 +39,12 @@ def read_pairs(path: Path) -> Task:
         metric = metric or row.get("metric") or ("logit" if row.get("wrong") else "log-probability")
         if not isinstance(metric, str) or metric not in ("logit", "probability", "log-probability"):
             raise ValueError(f"{where}: metric {metric!r}; expected logit, probability or log-probability")
+        if bool(row.get("wrong")) == (metric == "log-probability"):
+            needs = "takes no wrong answers" if row.get("wrong") else "needs wrong answers to compare with"
+            raise ValueError(f"{where}: metric {metric} {needs}")
         answer, wrong = (_texts(row.get(name) or [], f"{where}: {name}") for name in ("answer", "wrong"))
+        if not answer:
+            raise ValueError(f"{where}: no answer")
         for name in ("clean", "corrupted"):
             if not isinstance(row[name], str) or not row[name]:
                 raise ValueError(f"{where}: {name} must be a text, got {row[name]!r}")

@@ -76,7 +76,13 @@ def _reads(right: set[tuple[int, ...]], wrong: set[tuple[int, ...]], position: i
 
 
 def _chain(right: list[tuple[int, ...]], position: int) -> tuple[list[Read], list[int]]:
-    """No wrong answers: read every token of the answer (of the first one, where there are several)."""
+    """No wrong answers: read every token of the answer; of several, all must be one token, and any of them is right."""
+    if not right or () in right:
+        raise Rejected("an answer without tokens")
+    if len(right) > 1:
+        if any(len(tokens) > 1 for tokens in right):
+            raise Rejected("several answers, some longer than a token, and no wrong one to compare with")
+        return [Read(position, tuple(tokens[0] for tokens in right), (), -1)], []
     tokens = right[0]
     reads = [Read(position + i, (token,), (), token if i + 1 < len(tokens) else -1) for i, token in enumerate(tokens)]
     return reads, list(tokens[:-1])
@@ -159,9 +165,9 @@ class Prompts:
 
 
 def of_common_length(*groups: Prompts) -> list[Prompts]:
-    """Of each group, the prompts of the length that is most common over all of them, cut to it."""
-    lengths, counts = torch.cat([group.lengths.cpu() for group in groups]).unique(return_counts=True)
-    length = int(lengths[counts.argmax()])
+    """Of each group, the prompts of one length, cut to it: the one of which the smallest group has most, then all."""
+    counts = [Counter(group.lengths.tolist()) for group in groups]
+    length = max(sorted(set().union(*counts)), key=lambda n: (min(c[n] for c in counts), sum(c[n] for c in counts)))
     chosen = [group.take((group.lengths == length).cpu()) for group in groups]
     return [replace(p, clean=p.clean[:, :length], corrupted=p.corrupted[:, :length]) for p in chosen]
 
@@ -218,7 +224,8 @@ def build(
     items: list[Item] = []
     seen: set[tuple[int, ...]] = set()
     dropped: Counter[str] = Counter()
-    source = iter(task.pairs)
+    # A file's lines may be sorted by template or length: scoring and held-out halves must not part there.
+    source = iter(rng.sample(task.pairs, len(task.pairs)))
     for _ in range(len(task.pairs) if task.generate is None else 20 * n):
         if len(items) == n:
             break
