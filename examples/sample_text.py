@@ -34,8 +34,8 @@ def main() -> None:
     with arguments.out.open("w") as file, tqdm(total=arguments.tokens, unit="tok", unit_scale=True) as bar:
         while bar.n < arguments.tokens:
             samples = model.generate(
-                start, attention_mask=torch.ones_like(start), do_sample=True, top_k=0, max_new_tokens=length - 1,
-                pad_token_id=tokenizer.eos_token_id or 0,
+                start, attention_mask=torch.ones_like(start), do_sample=True, top_k=0, top_p=1.0, temperature=1.0,
+                max_new_tokens=length - 1, pad_token_id=tokenizer.eos_token_id or 0,
             )  # fmt: skip
             for text in tokenizer.batch_decode(samples, skip_special_tokens=True):
                 file.write(json.dumps({"text": text}) + "\n")

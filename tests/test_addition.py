@@ -9,6 +9,7 @@ import torch
 import sparselens as sl
 from sparselens import demo as demo_module
 from sparselens.addition import CHARACTERS, EXAMPLE, AdditionBatches, answer, encode, make_model
+from sparselens.exporting import export
 from sparselens.figures import draw_flow
 from sparselens.run import Run
 
@@ -65,6 +66,8 @@ def test_demo_end_to_end(short, tmp_path):
     assert (run.path / "trace" / "figure4.png").stat().st_size > 10_000
     assert "<!doctype html>" in (run.path / "report.html").read_text()[:200].lower()
     assert summary["features"].keys() == {"dense", "sparse"}
+    export(run.path, tmp_path / "exported")
+    assert "held-out loss" in (tmp_path / "exported" / "README.md").read_text()
     model, tokenizer = sl.load(tmp_path / "demo")
     assert re.fullmatch(r"\d{5}|.{5}", answer(model, 36, 28)) and len(tokenizer) == len(CHARACTERS)
     again = []

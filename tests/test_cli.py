@@ -76,6 +76,17 @@ def test_sparsify_then_evaluate(base, tmp_path, capsys):
     assert said["text"]["control"]["loss"] == pytest.approx(rows[1]["loss"])
 
 
+def test_text_that_changed_is_not_measured_as_held_out(base, tmp_path, capsys):
+    """One document more in front, and other documents would be the held-out ones."""
+    main(arguments(base, "--heldout-tokens", "300"))
+    text = tmp_path / "text.txt"
+    text.write_text("w1 w2 w3\n<|endoftext|>\n" + text.read_text())
+    with pytest.raises(SystemExit) as exit_:
+        main(["evaluate", str(tmp_path / "run")])
+    assert exit_.value.code == 2 and "has changed since" in capsys.readouterr().err
+    main(["evaluate", str(tmp_path / "run"), "--data", str(text)])
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [

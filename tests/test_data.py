@@ -258,3 +258,35 @@ def test_no_text_found(tmp_path, pattern, monkeypatch):
 
 def test_separator_prefers_endoftext():
     assert separator_id(tiny_tokenizer()) == 0
+
+
+def test_held_out_text_is_not_trained_on(tmp_path):
+    """A glob that catches the held-out file as well, by another spelling of its path."""
+    for name in ("a", "val"):
+        (tmp_path / name).mkdir()
+    path, val = write(tmp_path / "a", "jsonl"), write(tmp_path / "val", "jsonl", documents(seed=1))
+    with pytest.raises(ValueError, match=r"val.*--data and by --heldout"):
+        batches(f"{tmp_path}/*/*.jsonl", tmp_path, heldout_patterns=[f"{tmp_path}/a/../val/text.jsonl"])
+    assert batches(path, tmp_path, heldout_patterns=[val]).n_heldout
+    # To `evaluate`, nothing is training text.
+    assert batches(path, tmp_path, heldout_patterns=[path]).n_heldout
+
+
+def test_tokenizers_of_the_same_words_have_their_own_cache(tmp_path):
+    from tokenizers import normalizers
+
+    path = write(tmp_path, "txt", [text.upper() for text in documents()])
+    plain, lower = tiny_tokenizer(), tiny_tokenizer()
+    lower.backend_tokenizer.normalizer = normalizers.Lowercase()
+    assert plain.get_vocab() == lower.get_vocab()
+    options = {"cache": tmp_path / "cache", "need": 10**6, "heldout_tokens": 40, "progress": False}
+    unknown = plain.convert_tokens_to_ids(plain.unk_token)
+    for tokenizer, share in ((plain, 1.0), (lower, 0.0)):
+        ids = TextBatches([path], tokenizer, 16, **options).train(0, 4)["input_ids"]
+        words = ids[ids != separator_id(tokenizer)]
+        assert (words == unknown).float().mean() == share
+
+
+def test_a_trial_of_few_tokens_holds_something_out(tmp_path):
+    found = batches(write(tmp_path, "txt", documents(400)), tmp_path, need=64, heldout_tokens=1 << 18)
+    assert found.n_heldout and found.train(0, 4)["input_ids"].shape == (4, 16)

@@ -191,3 +191,40 @@ def test_models_keep_their_names(name, expected, tmp_path, monkeypatch):
     if "/" not in name:
         (tmp_path / name).mkdir()
     assert _name(name) == expected
+
+
+def test_a_task_without_an_effect_does_not_cost_the_others_their_work(monkeypatch):
+    """It is left out, and only where it is the only one does the comparison fail."""
+    from sparselens import comparison
+
+    model = tiny_model("llama")
+    good = chosen([model])
+    bad = dataclasses.replace(good, name="bad")
+    whole = comparison.discover_on
+
+    def no_effect(model, name, *args, **options):
+        if name == "bad":
+            raise NoEffect("bad: no effect to explain")
+        return whole(model, name, *args, **options)
+
+    monkeypatch.setattr(comparison, "discover_on", no_effect)
+    said: list[str] = []
+    options = dict(
+        tokenizer=tiny_tokenizer(), say=said.append, show_progress=False,
+        settings=Search(prompts=8, points=4, steps=1, heads=False, tokens=False, random_control=False),
+    )  # fmt: skip
+    result = compare(model, model, [bad, good], **options)
+    assert list(result["tasks"]) == [good.name] and result["left_out"] == {"bad": "bad: no effect to explain"}
+    assert any("bad is left out" in line for line in said) and "multiplier" in comparison.table(result)
+    with pytest.raises(NoEffect):
+        compare(model, model, [bad], **options)
+
+
+def test_what_no_model_can_do_is_said_before_any_work(monkeypatch):
+    from sparselens import comparison
+
+    monkeypatch.setattr(comparison, "discover_on", lambda *a, **k: pytest.fail("work was done"))
+    model = tiny_model("llama")
+    one = Task("one", None, "logit", chosen([model]).pairs[:1])
+    with pytest.raises(ValueError, match="only 1 usable prompts; at least 4"):
+        compare(model, model, [chosen([model]), one], tokenizer=tiny_tokenizer(), **QUIET)

@@ -20,7 +20,9 @@ def runs(tmp_path_factory):
     save(tiny_model("llama"), tiny_tokenizer(), folder / "secret-place" / "tiny-llama")
     text = folder / "secret-place" / "text.txt"
     text.write_text("\n<|endoftext|>\n".join(" ".join(f"w{(i * j) % 50}" for j in range(60)) for i in range(1, 200)))
-    options = dict(length=16, batch=2, steps=2, evaluate_sequences=4, heldout=(str(text),), heldout_tokens=300)
+    other = text.with_name("other.txt")
+    other.write_text("\n<|endoftext|>\n".join(" ".join(f"w{(i * j) % 50}" for j in range(60)) for i in range(200, 240)))
+    options = dict(length=16, batch=2, steps=2, evaluate_sequences=4, heldout=(str(other),), heldout_tokens=300)
     for name, lora in (("full", 0), ("lora", 4)):
         sparsify(
             folder / "secret-place" / "tiny-llama", data=str(text), out=folder / name, control=not lora, lora=lora,

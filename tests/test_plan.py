@@ -9,7 +9,7 @@ from models import CONFIGS, VOCABULARY
 
 from sparselens import plan as planning
 from sparselens.cli import main
-from sparselens.config import Sparsify, Training
+from sparselens.config import Gate, Sparsify, Training
 from sparselens.dry_run import _loss, _model, _plain, count_parameters, count_step, time_step
 from sparselens.memory import PeakMemory
 from sparselens.plan import COMPILING, DISK_BYTES, GPU_START, Job, disk, plan
@@ -31,7 +31,7 @@ def remembered(monkeypatch):
 
     def count(config, settings, length, sequences, gpu, cache):
         training = settings.training
-        options = (settings.loss, training.precision, training.lora, training.gradient_checkpointing)
+        options = (settings.loss, settings.gate, training.precision, training.lora, training.gradient_checkpointing)
         key = (str(config), options, length, sequences, gpu, cache)
         if key not in COUNTS:
             COUNTS[key] = count_step(config, settings, length, sequences, gpu, cache)
@@ -111,6 +111,21 @@ def test_memory_grows_as_it_should():
     for name in ("weights", "base", "gradients", "Adam"):
         assert sharded[name] == whole[name] / 4 == copied[name] / 4
     assert sharded["gathered"] > whole["gathered"] == 0
+
+
+def test_training_with_normalise_open_keeps_patterns():
+    """The fused kernel has no gradients for it; heads of 256 it has."""
+    config = deep("llama")
+
+    def activations(**changes) -> float:
+        return Job(config, Sparsify(training=Training(batch=4), **changes), 256, 1, True, False).memory()["activations"]
+
+    config.head_dim = 64
+    assert activations(gate=Gate(normalise="open")) > 1.5 * activations()
+    config.head_dim = 256
+    wide = activations()
+    config.head_dim = 264
+    assert activations() > 1.5 * wide
 
 
 def test_time_follows_from_a_given_rate(folder):

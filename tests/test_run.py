@@ -126,3 +126,17 @@ def test_full_disk_keeps_the_checkpoint_before(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert sorted(os.listdir(tmp_path)) == ["step-00000001"]
     assert load_checkpoint(tmp_path)[1]["step"] == 1
+
+
+def test_a_state_written_after_resuming_is_kept_and_the_abandoned_later_ones_go(tmp_path):
+    save_checkpoint(tmp_path, 350, *state(350), keep=1)
+    save_checkpoint(tmp_path, 300, *state(300), keep=1)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000300"]
+
+
+def test_a_run_recorded_before_a_setting_existed_is_the_same_run(tmp_path):
+    now = {"training": {"lr": 1.0, "optimizer": "adamw"}}
+    Run.create(tmp_path / "run", "sparsify", {"training": {"lr": 1.0}}, False).unlock()
+    Run.create(tmp_path / "run", "sparsify", now, True).unlock()
+    with pytest.raises(ValueError, match="another run"):
+        Run.create(tmp_path / "run", "sparsify", {"training": {"lr": 1.0, "optimizer": "muon"}}, True)

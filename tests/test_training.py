@@ -16,6 +16,7 @@ import sparselens as sl
 from sparselens import speed, training
 from sparselens.config import Gate, Sparsify, Training
 from sparselens.evaluate import measure
+from sparselens.evaluate_runs import evaluate
 from sparselens.huggingface import gate_biases, install_gates, is_gated
 from sparselens.run import Metrics
 from sparselens.sparsification import _settings, _target, start_within_reach, trainable
@@ -81,6 +82,18 @@ def test_end_to_end_with_control(base, tmp_path):
     assert is_gated(model) and len(tokenizer) == 64
     measured = measure(model, Copying(), 8, 24)
     assert measured.density == pytest.approx(rows[2]["density"]) and measured.loss == pytest.approx(rows[2]["loss"])
+
+
+def test_a_run_on_sequences_made_in_python_can_be_measured(base, tmp_path):
+    """It does not know where its text is, and says so; other text serves."""
+    run, _ = sparsify(base, tmp_path / "run")
+    with pytest.raises(ValueError, match="give some with --data"):
+        evaluate(run.path, say=lambda text: None)
+    (tmp_path / "text.txt").write_text(
+        "\n<|endoftext|>\n".join(" ".join(f"w{i + j}" for j in range(20)) for i in range(40))
+    )
+    rows = evaluate(run.path, data=[str(tmp_path / "text.txt")], say=lambda text: None)
+    assert [row["kind"] for row in rows] == ["base", "sparse"] and all(math.isfinite(row["loss"]) for row in rows)
 
 
 @pytest.mark.parametrize("family, dropout", [("gpt2", "attn_pdrop"), ("llama", "attention_dropout")])
@@ -259,6 +272,49 @@ def test_ruined_weights_go_back_to_the_last_checkpoint(base, tmp_path, monkeypat
     assert all(torch.isfinite(p).all() for p in sl.load(run.path)[0].parameters())
 
 
+@pytest.mark.parametrize("every", [1, 100])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_an_update_that_ruins_weights_and_moments_is_never_kept(base, tmp_path, monkeypatch, every, optimizer):
+    """Neither as a checkpoint (every=1) nor through moments that the first checkpoint knows nothing of (every=100)."""
+    original, calls = training.make_optimizer, []
+
+    def make(parameters, settings):
+        found = original(parameters, settings)
+        step = found.step
+
+        def ruin():
+            step()
+            calls.append(1)
+            if len(calls) == 3:
+                for name, p in parameters.items():
+                    if not name.endswith("gate_bias"):
+                        p.data.fill_(math.nan)
+                        for moment in found.state[p].values():
+                            moment.fill_(math.nan)
+
+        found.step = ruin
+        return found
+
+    monkeypatch.setattr(training, "make_optimizer", make)
+    run, said = sparsify(base, tmp_path / "run", checkpoint_every=every, optimizer=optimizer)
+    assert sum("went back to the checkpoint" in text for text in said) == 1, said
+    assert math.isfinite(run.read("evaluation.json")[-1]["loss"]) and len(lines(run.path)) >= 10
+
+
+def test_a_discarded_last_step_is_done_again(base, tmp_path, monkeypatch):
+    poison(monkeypatch, {12})
+    run, said = sparsify(base, tmp_path / "run")
+    assert any("step 12" in text and "discarded" in text for text in said)
+    assert lines(run.path)[-1]["step"] == 12 and "heldout_loss" in lines(run.path)[-1]
+
+
+@pytest.mark.parametrize("change", [{"optimizer": "Muon"}, {"loss": "KL"}, {"precision": "fp16"}, {"compile": "on"}])
+def test_words_that_are_no_choice_are_refused(base, tmp_path, change):
+    (name, value) = next(iter(change.items()))
+    with pytest.raises(ValueError, match=f"{name}='{value}': expected"):
+        sparsify(base, tmp_path / "run", **change)
+
+
 def test_three_nans_in_a_row_stop_with_advice(base, tmp_path, monkeypatch):
     poison(monkeypatch, {6, 7, 8})
     with pytest.raises(ValueError, match=r"3 steps in a row were not finite.*--lr"):
@@ -366,9 +422,10 @@ def test_heads_with_an_offset_start_within_reach(start):
 def test_sparsify_says_which_heads_start_lower(tmp_path):
     sl.save(shifted_gpt2(), tiny_tokenizer(), tmp_path / "model")
     (tmp_path / "text.txt").write_text("\n<|endoftext|>\n".join([" ".join(f"w{i}" for i in range(20))] * 60))
+    (tmp_path / "other.txt").write_text(" ".join(f"w{i}" for i in range(60)))
     said = []
     run = sl.sparsify(
-        tmp_path / "model", str(tmp_path / "text.txt"), tmp_path / "run", heldout=(str(tmp_path / "text.txt"),),
+        tmp_path / "model", str(tmp_path / "text.txt"), tmp_path / "run", heldout=(str(tmp_path / "other.txt"),),
         cache=tmp_path / "cache", length=16, steps=1, batch=2, bias_lr=1e-6, show_progress=False, say=said.append,
     )  # fmt: skip
     assert any("start with a lower gate bias" in line for line in said)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import processes
-from .curve import THRESHOLDS, Curve, NoEffect, check_spread, log_sizes, refined_curve
+from .curve import THRESHOLDS, Curve, NoEffect, log_sizes, refined_curve
 from .decoder import Decoder
 from .gating import allowed_pairs
 from .record import start
@@ -131,7 +131,7 @@ def attention_curve(
 ) -> tuple[Curve, dict[str, Any]]:
     """Explained effect of the best n attention edges on held-out prompts, and the row for `discover --json`.
 
-    NoEffect where attention does nothing for the task, or the halves share too few prompts of one length.
+    NoEffect where the halves share too few prompts of one length.
     """
     scoring, heldout = of_common_length(scoring, heldout)
     length = heldout.clean.shape[1]
@@ -154,7 +154,6 @@ def attention_curve(
         return patcher.run(masks.reshape(-1, *scores.shape), progress).numpy()
 
     whole, nothing = patcher.run(np.stack([patcher.possible, np.zeros_like(patcher.possible)]), progress).numpy()
-    check_spread(whole, nothing, "by token")
     found = refined_curve(log_sizes(alive, points).tolist() if alive else [], run, whole, nothing, n_edges)
     weights = patcher.weights()
     places = [np.unravel_index(at, scores.shape) for at in order[:MOST]]

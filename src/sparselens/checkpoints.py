@@ -52,8 +52,11 @@ def save_checkpoint(
         ) from error
 
     def drop_old() -> None:
-        for old in checkpoints(folder)[keep:]:
-            if old.name not in map(_name, also):
+        # Later ones are of a run that was killed and has been resumed before them: another run's future.
+        mine = [path for path in checkpoints(folder) if path.name <= final.name]
+        stay = {path.name for path in mine[:keep]} | {*map(_name, also)}
+        for old in checkpoints(folder):
+            if old.name not in stay:
                 shutil.rmtree(old, ignore_errors=True)
 
     processes.on_main(drop_old)
@@ -194,7 +197,8 @@ def fill_optimizer(optimizer, parameters: "dict[str, nn.Parameter]", tensors: "M
     for name, p in parameters.items():
         prefix = f"adam.{name}."
         saved = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
-        if not saved:
+        if not saved:  # written before the first step: what the optimiser has gathered since goes, too
+            optimizer.state.pop(p, None)
             continue
         step = saved.pop("step", None)  # AdamW's; it keeps it beside the parameter when fused, which is on a GPU
         optimizer.state[p] = {key: processes.split_like(moment, p) for key, moment in saved.items()}

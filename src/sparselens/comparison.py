@@ -10,7 +10,7 @@ from torch import nn
 from . import tasks as registry
 from .circuit import Circuit, overlap
 from .config import Search
-from .curve import THRESHOLDS, mean_multiplier, multiplier
+from .curve import THRESHOLDS, NoEffect, mean_multiplier, multiplier
 from .discovery import discover_on, prepare, split
 from .huggingface import load
 
@@ -71,15 +71,26 @@ def compare(
 
     result = Comparison(settings=vars(settings), names=dict(zip(("dense", "sparse"), names, strict=True)), tasks={})
     result.circuits = {}
-    for task in found:
-        prompts = prepare(list(models.values()), tokenizer, task, settings, say)
-        halves = split(prompts)
+    # What a model cannot do is said before any work on the others.
+    halves = {task.name: split(prepare(list(models.values()), tokenizer, task, settings, say)) for task in found}
+    for name, (scoring, heldout) in halves.items():
         circuits = {}
-        for role, model in models.items():
-            say(f"{task.name}: {role}")
-            circuits[role] = discover_on(model, task.name, *halves, settings, show_progress=show_progress, say=say)
-        result["tasks"][task.name] = _row(circuits, settings.seed)
-        result.circuits[task.name] = circuits
+        try:
+            for role, model in models.items():
+                say(f"{name}: {role}")
+                circuits[role] = discover_on(
+                    model, name, scoring, heldout, settings, show_progress=show_progress, say=say
+                )
+        except NoEffect as error:
+            if len(found) == 1:
+                raise
+            say(f"{name} is left out: {error}")
+            result.setdefault("left_out", {})[name] = str(error)
+            continue
+        result["tasks"][name] = _row(circuits, settings.seed)
+        result.circuits[name] = circuits
+    if not result["tasks"]:
+        raise NoEffect("no task is left: " + "; ".join(result["left_out"].values()))
     return result
 
 

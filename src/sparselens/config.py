@@ -76,6 +76,14 @@ class Training:
         for name in ("warmup", "decay"):
             _require(0 <= getattr(self, name) <= 1, f"{name}={getattr(self, name)}: expected a share between 0 and 1")
         _require(0 <= self.weight_decay < math.inf, f"weight_decay={self.weight_decay}: expected zero or more")
+        for name, known in (
+            ("optimizer", ("adamw", "muon")),
+            ("precision", ("auto", "fp32", "bf16")),
+            ("compile", ("auto", "yes", "no")),
+            ("tracker", ("none", "tensorboard", "wandb", "trackio")),
+        ):
+            value = getattr(self, name)
+            _require(value in known, f"{name}={value!r}: expected one of {', '.join(known)}")
         _require(self.lora >= 0, f"lora={self.lora}: expected a rank, or 0 for none")
         _require(not self.lora or self.optimizer == "adamw", "optimizer=muon moves whole matrices: not with lora")
         _require(0 <= self.seed < 1 << 63, f"seed={self.seed}: expected zero or a positive number below 2^63")
@@ -112,6 +120,7 @@ class Sparsify:
     training: Training = field(default_factory=Training)
 
     def __post_init__(self) -> None:
+        _require(self.loss in ("cross-entropy", "kl"), f"loss={self.loss!r}: expected cross-entropy or kl")
         if self.density is not None:
             _require(0 < self.density <= 1, f"density={self.density}: expected a share between 0 and 1, or None")
         _require(0 < self.closing <= 1, f"closing={self.closing}: expected a share between 0 and 1")

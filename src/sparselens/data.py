@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 PIECES_AT_ONCE = 32  # to tokenise
 SHARD = 1 << 24  # tokens per cache file
 HELDOUT_EVERY = 20  # every 20th document is kept from training until there is enough held-out text
+ROOM = 40  # sequences read at least, so that a tenth of them is some
 
 
 class Batches(Protocol):
@@ -151,9 +152,29 @@ def _fingerprint(patterns, tokenizer, need, heldout, field) -> tuple[str, list]:
             sources += [[str(path), *_stamp(path)] for path in find_files([pattern])]
         else:
             sources.append([pattern])
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
-    text = json.dumps([sources, hashlib.sha256(vocabulary.encode()).hexdigest(), need, heldout, field, PIECE, SHARD])
+    words = json.dumps([sorted(tokenizer.get_vocab().items()), separator_id(tokenizer), _rules(tokenizer)])
+    text = json.dumps([sources, hashlib.sha256(words.encode()).hexdigest(), need, heldout, field, PIECE, SHARD])
     return hashlib.sha256(text.encode()).hexdigest()[:16], sources
+
+
+def _rules(tokenizer) -> dict:
+    """How a fast tokenizer cuts text, beside its vocabulary: two with the same words may cut differently."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    parts = {} if backend is None else json.loads(backend.to_str())
+    return {key: parts.get(key) for key in ("normalizer", "pre_tokenizer", "model")}
+
+
+def refuse_overlap(patterns: list[str], heldout: list[str]) -> None:
+    """ValueError where held-out text would be trained on."""
+    files, apart = (
+        {str(path.resolve()) for pattern in some if is_local(pattern) for path in find_files([pattern])}
+        | {pattern for pattern in some if not is_local(pattern)}
+        for some in (patterns, heldout)
+    )
+    if files & apart:
+        raise ValueError(
+            f"{min(files & apart)} is named by --data and by --heldout: held-out text would be trained on; name it once"
+        )
 
 
 def _stamp(path: Path) -> list[int]:
@@ -261,7 +282,11 @@ class TextBatches:
         for pattern in (*patterns, *(heldout_patterns or ())):
             if is_local(pattern):
                 find_files([pattern])  # a missing file before any is read
+        if heldout_patterns and heldout_patterns != patterns:  # the same: nothing is trained on, all of it is held out
+            refuse_overlap(patterns, heldout_patterns)
         take = 0 if heldout_patterns else heldout_tokens
+        if not heldout_patterns:
+            need = max(need, ROOM * length)  # a trial of two steps also holds something out
         options = {"field": field, "progress": progress}
         self.cache = TokenCache.build(patterns, tokenizer, cache, need=need, heldout=take, **options)  # type: ignore
         self.separator = self.cache.index["separator"]

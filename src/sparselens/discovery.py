@@ -101,6 +101,8 @@ def prepare(
             model.train(mode)
     right = processes.total(right.int()) == processes.world()  # the same prompts everywhere
     n_right = int(right.sum())
+    if len(prompts) < FEWEST:
+        raise ValueError(f"task {task.name!r}: only {len(prompts)} usable prompts; at least {FEWEST} are needed")
     if n_right < FEWEST or n_right < len(prompts) / 4:
         raise ValueError(
             f"task {task.name!r}: right on only {n_right} of {len(prompts)} prompts; a circuit needs a model that can "
@@ -218,8 +220,9 @@ def _discover(
         with tqdm(desc="tokens", unit="circuit", disable=not show_progress) as bar:
             sizes = (settings.points, settings.memory_mb)
             try:
-                circuit.token_curve, row = attention_curve(decoder, scoring, heldout, *sizes, bar.update)
-                circuit.results["attention_edges"] = row
+                by_token, row = attention_curve(decoder, scoring, heldout, *sizes, bar.update)
+                check_spread(by_token.m_model, by_token.m_nothing, "by token")
+                circuit.token_curve, circuit.results["attention_edges"] = by_token, row
             except NoEffect as error:
                 say(f"{name}: no circuit by token: {error}")
     if is_gated(base_model(model)):

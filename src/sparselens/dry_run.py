@@ -75,7 +75,7 @@ def count_step(config, settings: Sparsify, length: int, sequences: int, gpu: boo
 
 
 def _count(config, settings: Sparsify, length: int, sequences: int, gpu: bool, cache: bool, layers: int) -> Step:
-    fused = gpu and _has_fused_attention(config)
+    fused = gpu and _has_fused_attention(config) and settings.gate.normalise == "all"
     with torch.device("meta"):
         model = _model(config, settings, layers, gated=not fused)
         teacher = _plain(config, layers) if settings.loss == "kl" else None
@@ -213,7 +213,7 @@ def _plain(config, layers: int) -> nn.Module:
 def _has_fused_attention(config) -> bool:
     """Whether gated attention on a GPU keeps no patterns (gating/triton.py), just as PyTorch's own does."""
     d_head = dimensions(config).d_head
-    return d_head <= 128 and d_head % 8 == 0 and getattr(config, "attn_logit_softcapping", None) is None
+    return d_head <= 256 and d_head % 8 == 0 and getattr(config, "attn_logit_softcapping", None) is None
 
 
 def _model(config, settings: Sparsify, layers: int, gated: bool) -> nn.Module:

@@ -72,6 +72,11 @@ def token_kl(base: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
     return kl.sum(-1) * (labels != -100)
 
 
+def _each(function, *tensors: Tensor) -> Tensor:
+    """Sequence by sequence: in fp32, several copies of all logits at once would need more memory than training."""
+    return torch.cat([function(*parts) for parts in zip(*(t.split(1) for t in tensors), strict=True)])
+
+
 def forward(model: nn.Module, batch: dict[str, Tensor], **options) -> Any:
     """Run the model on a batch: no cache (it would hide packing from transformers), edge counts where it has gates."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
@@ -125,13 +130,13 @@ def _measure(model, batches, start, count, micro_batch, base, autocast) -> Measu
         with autocast or nullcontext():
             output = forward(model, batch)
         likeliest = output.logits.argmax(-1)
-        losses[mine] = (token_losses(output.logits, labels).sum(1) / used)[:n]
+        losses[mine] = (_each(token_losses, output.logits, labels).sum(1) / used)[:n]
         correct[mine] = ((likeliest == labels) | (labels == -100)).all(1)[:n].float()
         queries += labels[:n].numel()
         if base is not None:
             with autocast or nullcontext():
                 reference = forward(base, batch).logits
-            divergences[mine] = (token_kl(reference, output.logits, labels).sum(1) / used)[:n]
+            divergences[mine] = (_each(token_kl, reference, output.logits, labels).sum(1) / used)[:n]
             agreement[mine] = (((likeliest == reference.argmax(-1)) & (labels != -100)).sum(1) / used)[:n]
         if gated:
             record = record + torch.stack(output.attentions)[:, :n].double().sum(1)  # [n_layers, n_heads, 2]

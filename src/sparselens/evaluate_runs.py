@@ -1,5 +1,6 @@
 """`sparselens evaluate`: a Run's base, control and sparse model, or models by name, side by side."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,8 +8,9 @@ from typing import Any
 
 import torch
 
+from . import processes
 from . import tasks as registry
-from .addition import AdditionBatches
+from .addition import POSITIONS, AdditionBatches
 from .behaviour import behaviour, check_one_vocabulary, markdown, read_prompts
 from .benchmarks import answer_benchmarks, benchmark_table, find_benchmarks
 from .config import Text
@@ -114,7 +116,11 @@ def _of_run(run: Run, data: list[str], sequences: int, asked: Asked) -> list[dic
     config, training = run.record["config"], run.record["config"]["training"]
     demo = run.record["kind"] == "demo"
 
-    def text(_model, tokenizer) -> Slice:
+    def text(_model, tokenizer) -> Slice | None:
+        if not demo and not data and "text" not in config:  # trained on sequences made in Python
+            if asked.benchmarks or asked.behaviour:
+                return None
+            raise ValueError(f"{run.path} does not say where its text is; give some with --data")
         batches = AdditionBatches(config["seed"]) if demo else _text(run, data, tokenizer, sequences)
         start, count = report_slice(batches) if not data else (0, batches.n_heldout)
         return batches, start, count if demo else min(count, sequences)
@@ -123,7 +129,8 @@ def _of_run(run: Run, data: list[str], sequences: int, asked: Asked) -> list[dic
     for kind, folder in (("control", run.path / "control" / "model"), ("sparse", run.path / "model")):
         if folder.is_dir():
             sources.append((kind, str(folder)))
-    micro = training["micro_batch"] or training["batch"]
+    length = POSITIONS if demo else config["data"].get("length") or Text().length
+    micro = processes.micro_batch(training["batch"], training["micro_batch"], length)
     return _rows(sources, text, asked, micro, bf16=precision_of(training["precision"]) == "bf16")
 
 
@@ -179,7 +186,8 @@ def _rows(
 
 def _text(run: Run, data: list[str], tokenizer, sequences: int) -> TextBatches:
     """The text the Run held out, found again through its token cache, or other text, all of it held out."""
-    asked = run.record["config"]["text"]
+    known = dataclasses.asdict(Text(length=run.record["config"]["data"].get("length") or Text().length))
+    asked = run.record["config"].get("text") or known
     length = asked["length"]
     cache = Path(asked["cache"])
     cache = cache if cache.is_dir() else Text().cache  # a Run may come from another machine
@@ -189,5 +197,18 @@ def _text(run: Run, data: list[str], tokenizer, sequences: int) -> TextBatches:
         return TextBatches(data, tokenizer, length, need=length, heldout_patterns=data, heldout_tokens=want, **common)
     training = run.record["config"]["training"]
     need = training["steps"] * training["batch"] * length
-    return TextBatches(asked["patterns"], tokenizer, length, need=need, heldout_patterns=list(asked["heldout"]),
-                       heldout_tokens=asked["heldout_tokens"], **common)  # fmt: skip
+    batches = TextBatches(asked["patterns"], tokenizer, length, need=need, heldout_patterns=list(asked["heldout"]),
+                          heldout_tokens=asked["heldout_tokens"], **common)  # fmt: skip
+    was, now = run.record["config"]["data"], batches.describe()
+    # Names and times may differ on another machine, sizes may not.
+    if was["tokens"] != now["tokens"] or _sizes(was["sources"]) != _sizes(now["sources"]):
+        raise ValueError(
+            f"the text of {run.path} has changed since: what would be held out now may have been trained on then; "
+            "give other text with --data"
+        )
+    return batches
+
+
+def _sizes(sources: dict[str, list]) -> dict[str, list]:
+    """Of the files behind each part."""
+    return {part: [stamp[:1] for _, *stamp in files] for part, files in sources.items()}

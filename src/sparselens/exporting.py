@@ -59,12 +59,15 @@ def model_card(run: Run, adapter: bool = False, first: str | None = None) -> str
         header["base_model"] = str(config["model"])
     met = "met its target" if summary["met"] else "did **not** meet its target"
     quantity = summary.get("target_of") or ("KL to base" if config["loss"] == "kl" else "held-out loss")
+    target = f"{quantity} at most {summary['target']:.4f} nats"
+    if config.get("density") is not None:
+        target += f" with at most {config['density']:.2%} of the edges"
     sections = [
         "---\n" + yaml.safe_dump(header, allow_unicode=True).strip() + "\n---",
         f"# {name} with sparse attention",
         f"`{name}`, post-trained with [sparselens] so that {sparse['density']:.2%} of its attention edges are open "
         f"({_number(sparse['edges_per_query'], '.2f')} keys per query and head). A closed edge carries exactly "
-        f"nothing. The run {met} ({quantity} at most {summary['target']:.4f} nats).",
+        f"nothing. The run {met} ({target}).",
         "## Measured\n\n" + _table(rows),
         f"On {sparse['sequences']} held-out sequences that steered nothing; ± is one standard error. The control is "
         "the same model with the same further training and no gates: compare the sparse model with it."
@@ -112,10 +115,11 @@ def _layers(row: dict[str, Any]) -> str:
 
 
 def _making(config: dict[str, Any], about: dict[str, Any]) -> str:
-    training, data = config["training"], config["data"]
-    sources = data.get("sources") if isinstance(data, dict) else None
+    training, data = config["training"], config.get("data")
+    data = data if isinstance(data, dict) else {}  # the demo's sums are made, not read
+    sources = data.get("sources")
     names = sorted({Path(str(one[0])).name for group in (sources or {}).values() for one in group})
-    tokens = training["steps"] * training["batch"] * (data.get("length") or 0) if isinstance(data, dict) else 0
+    tokens = training["steps"] * training["batch"] * (data.get("length") or 0)
     lines = [f"- text: {', '.join(f'`{name}`' for name in names)}" if names else ""]
     lines += (
         [f"- {tokens:,} tokens in {training['steps']:,} steps, sequences of {data['length']} tokens"] if tokens else []

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 DEVICES = Path("/dev")
+LATER = {"optimizer": "adamw"}  # settings that runs recorded before they existed were made with
 
 
 # ---- files and folders that are whole or not there -------------------------------------------------------------------
@@ -266,7 +267,10 @@ class Run:
             raise ValueError(f"nothing to resume: {path} holds no run")
 
     def _refuse_other(self, kind: str, config: dict[str, Any]) -> None:
-        before = self.record["config"]
+        before = {
+            key: LATER | value if key in ("training", "dense") and isinstance(value, dict) else value
+            for key, value in self.record["config"].items()
+        }
         now = json.loads(json.dumps(config, default=str))
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         if self.record["kind"] != kind or changed:

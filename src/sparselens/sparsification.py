@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from . import processes
 from .config import Sparsify, Text, Training
 from .constraint import Budget, Constraint
-from .data import Batches, TextBatches
+from .data import Batches, TextBatches, refuse_overlap
 from .evaluate import Measurement, measure
 from .huggingface import gate_biases, install_gates, is_gated, load, save
 from .plan import refuse_full_disk
@@ -109,6 +109,7 @@ def _settings(settings: Sparsify, text: Text, overrides: dict[str, Any]) -> tupl
 
 def _text_batches(patterns: list[str], tokenizer, settings: Sparsify, text: Text) -> TextBatches:
     training = settings.training
+    refuse_overlap(patterns, list(text.heldout))
     return processes.main_first(
         lambda: TextBatches(
             patterns,
@@ -318,11 +319,13 @@ def _summary(rows: list[dict], best: Best, target: float, report_count: int) -> 
 def _tell(best: Best, target: float, settings: Sparsify, rows: list[dict], say: Callable[[str], None]) -> None:
     if not best.met:
         budget = settings.density
-        missed = f"target {target:.4f}" if budget is None or best.density <= budget else f"budget of {budget:.2%}"
+        over = budget is not None and best.density > budget
+        missed = f"budget of {budget:.2%}" if over else f"target {target:.4f}"
         advice = "loosen the start (--slack)" if budget is None else "keep more edges (--density)"
+        more = "Close faster (--bias-lr)" if over else "Allow more (--tolerance)"
         say(
             f"The {missed} was not reached: the best state (step {best.step}) has {_target_of(settings)} "
-            f"{best.loss:.4f} at density {best.density:.2%}; it is the one that was kept. Allow more (--tolerance), "
+            f"{best.loss:.4f} at density {best.density:.2%}; it is the one that was kept. {more}, "
             f"train longer (--steps), or {advice}."
         )
     say(table(rows))

@@ -145,6 +145,7 @@ def train(stage: Stage, resume: bool = False) -> Best:
             if not (math.isfinite(norm) and math.isfinite(total_loss)):
                 optimizer.zero_grad(set_to_none=True)
                 discard(stage, progress, parameters, optimizer, total_loss, norm)
+                progress.step = min(progress.step, settings.steps - 1)  # the last one also evaluates: do it again
                 continue
             progress.bad_steps = 0
             optimizer.step()
@@ -156,6 +157,10 @@ def train(stage: Stage, resume: bool = False) -> Best:
             if stage.constraint:
                 line |= {"density": total_density, "lambda": stage.constraint.loss_weight}
             last = progress.step == settings.steps
+            due = progress.step % settings.evaluate_every == 0 or progress.step % settings.checkpoint_every == 0
+            if (due or last) and not finite(parameters):
+                # Before it is kept as a checkpoint or as the best state: the step after would notice too late.
+                discard(stage, progress, parameters, optimizer, total_loss, norm)
             if progress.step % settings.evaluate_every == 0 or last:
                 line |= evaluate(stage, progress, parameters, accelerator, micro)
             rate = tokens_per_step / (time.perf_counter() - began)
@@ -335,7 +340,7 @@ def discard(stage: Stage, progress: Progress, parameters, optimizer, loss: float
             f"{MAX_BAD_STEPS} steps in a row were not finite (last: step {progress.step}). The last good state is in "
             f"{stage.folder / 'checkpoints'}. Lower --lr, or use --precision fp32."
         )
-    if processes.any_of(not all(torch.isfinite(processes.local(p)).all() for p in parameters.values())):
+    if not finite(parameters):
         step, data, bad = progress.step, progress.data, progress.bad_steps
         found = restore(stage, parameters, optimizer)
         if found is None:
@@ -343,6 +348,11 @@ def discard(stage: Stage, progress: Progress, parameters, optimizer, loss: float
         stage.say(f"weights were not finite: went back to the checkpoint of step {found.step}")
         # Weights go back, the data does not: the same batch would do the same again.
         progress.step, progress.data, progress.bad_steps = step, data, bad
+
+
+def finite(parameters: dict[str, nn.Parameter]) -> bool:
+    """Whether all weights are, in every process."""
+    return not processes.any_of(not all(torch.isfinite(processes.local(p)).all() for p in parameters.values()))
 
 
 def seed_of(seed: int, step: int) -> int:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from . import processes
 from .checkpoints import fill, fill_optimizer, load_checkpoint, save_checkpoint
 from .config import Text, Transcode
-from .data import Batches, TextBatches
+from .data import Batches, TextBatches, refuse_overlap
 from .huggingface import load
 from .optimizers import learning_rate
 from .run import Metrics, Run
@@ -103,8 +103,10 @@ def _settings(settings: Transcode, text: Text, overrides: dict[str, Any]) -> tup
 
 
 def _text_batches(data: str | list[str], tokenizer, settings: Transcode, text: Text, show: bool) -> TextBatches:
+    patterns = [data] if isinstance(data, str) else list(data)
+    refuse_overlap(patterns, list(text.heldout))
     return TextBatches(
-        [data] if isinstance(data, str) else list(data), tokenizer, text.length, cache=text.cache,
+        patterns, tokenizer, text.length, cache=text.cache,
         need=settings.steps * settings.batch * text.length, heldout_patterns=list(text.heldout),
         heldout_tokens=text.heldout_tokens, field=text.text_field, seed=settings.seed,
         progress=show,

@@ -129,8 +129,13 @@ def _of_training(rows: dict[str, Any], summary: dict[str, Any], config: dict[str
     if "met" in summary:
         state = "met" if summary["met"] else "missed"
         word = "was met in training" if summary["met"] else "was never met; the closest state was kept"
+        budget = config.get("density")
+        within = "" if budget is None else f" with at most {budget:.2%} of the edges"
+        if not summary["met"] and budget is not None and sparse["density"] > budget:
+            word += f", with {sparse['density']:.2%} of them"
         detail = (
-            f"{what} at most {summary['target']:.4g} nats on the steering slice {word} (step {summary['best_step']})"
+            f"{what} at most {summary['target']:.4g} nats{within} on the steering slice {word} "
+            f"(step {summary['best_step']})"
         )
         found.append(_verdict(state, "Constraint", detail))
     found += _on_unseen(sparse, base, control, summary, config, what == "KL to base")
