@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sparselens.checkpoints import checkpoints, load_checkpoint, save_checkpoint
+from sparselens.huggingface import load
 from sparselens.run import Metrics, Run, write_json
 
 
@@ -140,3 +141,18 @@ def test_a_run_recorded_before_a_setting_existed_is_the_same_run(tmp_path):
     Run.create(tmp_path / "run", "sparsify", now, True).unlock()
     with pytest.raises(ValueError, match="another run"):
         Run.create(tmp_path / "run", "sparsify", {"training": {"lr": 1.0, "optimizer": "muon"}}, True)
+
+
+def test_what_differs_is_named_by_its_leaf(tmp_path):
+    Run.create(
+        tmp_path / "run", "sparsify", {"model": "m", "training": {"optimizer": "adamw", "steps": 50}}, False
+    ).unlock()
+    with pytest.raises(ValueError, match=r"another run \(training\.steps: 50 -> 60\)"):
+        Run.create(tmp_path / "run", "sparsify", {"model": "m", "training": {"optimizer": "adamw", "steps": 60}}, True)
+
+
+def test_a_transcoder_is_not_an_unfinished_model(tmp_path):
+    for kind, sentence in (("transcode", "holds a transcoder, not a model"), ("sparsify", "no model yet.*--resume")):
+        Run.create(tmp_path / kind, kind, {}, False).unlock()
+        with pytest.raises(ValueError, match=sentence):
+            load(tmp_path / kind)

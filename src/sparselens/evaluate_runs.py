@@ -74,7 +74,7 @@ def evaluate(
     runs = [Run(source) for source in sources if source not in named]  # all of them before any work
     for run in runs:
         if not (run.path / "model").is_dir():
-            raise ValueError(f"{run.path} has no model yet; finish it with `--resume`")
+            raise ValueError(run.without_model())
         if run.record.get("kind") == "demo" and (data or benchmarks or behaviour):
             raise ValueError("the addition model reads sums, not text; leave out --data, --benchmarks and --behaviour")
     if behaviour is not None and len(runs) + bool(named) > 1:

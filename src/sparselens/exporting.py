@@ -24,7 +24,9 @@ def export(run: str | Path, out: str | Path, merge: bool = True) -> Path:
     if out.exists():
         raise ValueError(f"{out} exists already; choose another --out")
     source = Run(run)
-    if not (source.path / "evaluation.json").is_file() or not (source.path / "model").is_dir():
+    if not (source.path / "model").is_dir():
+        raise ValueError(source.without_model())
+    if not (source.path / "evaluation.json").is_file():
         raise ValueError(f"the run {run} is not finished; continue it with --resume, then export it")
     is_adapter = (source.path / "model" / ADAPTER).is_file()
     if not merge and not is_adapter:

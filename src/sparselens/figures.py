@@ -23,7 +23,7 @@ def draw_flow(flow: dict[str, Any], path: str | Path) -> None:
         figure, axes = plt.subplots(2, 1, figsize=(6.6, 7.4))
         figure.subplots_adjust(left=0.19, right=0.985, top=0.985, bottom=0.015, hspace=0.06)
         for axis, (title, name) in zip(axes, [("Base Model", "base"), ("Sparse Model", "sparse")], strict=True):
-            _draw_flow_panel(axis, title, flow[name])
+            _draw_flow_panel(axis, flow[name].get("title", title), flow[name])
         figure.add_artist(
             FancyArrowPatch(
                 (0.175, 0.75), (0.175, 0.25), transform=figure.transFigure, connectionstyle="arc3,rad=0.42",

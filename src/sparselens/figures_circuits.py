@@ -99,7 +99,13 @@ def draw_curves(comparison: dict[str, Any], path: str | Path, threshold: float =
                 _draw_curve(axis, shown["random"], GREY, ":", "random")
             _mark_threshold(axis, row, threshold)
             label = row.get("edges", "Number of Edges Kept")
-            axis.set(xscale="log", ylim=(-0.04, 1.09), xlabel=label, title=row.get("title", title_of(task)))
+            lowest = min(effect for model in row["models"].values() for effect in model["curve"]["effect"])
+            axis.set(
+                xscale="log",
+                ylim=(min(-0.04, lowest - 0.05), 1.09),
+                xlabel=label,
+                title=row.get("title", title_of(task)),
+            )
             axis.set_xlim(1, max(m["n_edges"] for m in row["models"].values()) * 1.1)
             axis.set_yticks([0, 0.25, 0.5, 0.75, 1])
             axis.title.set_size(10)

@@ -38,7 +38,7 @@ from transformers.utils import logging as transformers_logging
 from .config import Gate
 from .gating import gated_attention, gated_pattern
 from .gating.noise import later_seed, layer_seed
-from .run import read_json, reading, whole_folder
+from .run import Run, read_json, reading, whole_folder
 from .sites import architecture, attention_modules, dimensions
 
 NAME = "sparselens"
@@ -221,7 +221,7 @@ def load(
     if (path / "run.json").is_file():
         path = path / "model"
         if not path.is_dir():
-            raise ValueError(f"the run {source} has no model yet; finish it with `--resume`")
+            raise ValueError(Run(source).without_model())
         source = path
     model: Any
     if (path / "adapter_config.json").is_file():

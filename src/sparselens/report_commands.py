@@ -123,6 +123,7 @@ def _flow(run: Run) -> dict[str, Any] | None:
                 "output": answer,
                 "edges": int((weights > 0).sum()),
                 "attention": weights.tolist(),
+                **({"title": "Dense Control"} if role == "control" else {}),
             }
         return flow
     return None

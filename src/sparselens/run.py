@@ -200,6 +200,15 @@ def provenance() -> dict[str, Any]:
     return {"versions": versions, "python": platform.python_version(), "commit": commit or None, "command": command}
 
 
+def _leaves(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted names: training.lr."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        found |= _leaves(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+    return found
+
+
 class Run:
     """One directory, one writer."""
 
@@ -272,12 +281,19 @@ class Run:
             for key, value in self.record["config"].items()
         }
         now = json.loads(json.dumps(config, default=str))
+        before, now = _leaves(before), _leaves(now)
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         if self.record["kind"] != kind or changed:
             differs = ", ".join(f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in changed) or kind
             raise ValueError(
                 f"{self.path} holds another run ({differs}); resume with its settings or choose another --out"
             )
+
+    def without_model(self) -> str:
+        """Why it has no model, in a sentence."""
+        if self.record.get("kind") == "transcode":
+            return f"{self.path} holds a transcoder, not a model; name the model it was trained on"
+        return f"{self.path} has no model yet; finish it with `--resume`"
 
     def unlock(self) -> None:
         if self._lock is not None:

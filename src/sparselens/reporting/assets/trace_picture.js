@@ -98,7 +98,7 @@ export class TracePicture {
   clusterShapes(scene, colours, x, y, column) {
     const { edges, role } = this.trace;
     const boxes = this.trace.clusters.map((cluster) => this.clusterBox(cluster, x, y, column));
-    spreadBoxes(boxes);
+    spreadBoxes(boxes, 4, scene.width - 4);
     this.curves = edges.map(({ source, target }) => curveBetween(boxes[source], boxes[target]));
     const most = Math.max(...edges.map((edge) => edge.flow), 1e-12);
     const active = this.hover ?? this.chosen;
@@ -223,8 +223,8 @@ function clipped(text, most) {
   return letters.length > most ? `${letters.slice(0, Math.max(most - 1, 1)).join("")}…` : text;
 }
 
-/** Moves boxes that stand on each other apart, sideways. */
-function spreadBoxes(boxes) {
+/** Moves boxes that stand on each other apart, sideways, and keeps all of them between left and right. */
+function spreadBoxes(boxes, left, right) {
   const order = [...boxes].sort((a, b) => a.cx - b.cx);
   for (let round = 0; round < 12; round++) {
     for (let i = 0; i < order.length; i++) {
@@ -236,5 +236,6 @@ function spreadBoxes(boxes) {
         b.cx += overlap / 2;
       }
     }
+    for (const box of order) box.cx = Math.max(left + box.width / 2, Math.min(right - box.width / 2, box.cx));
   }
 }
