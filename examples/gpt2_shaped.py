@@ -4,7 +4,7 @@
 
 12 layers of 12 heads, 768 wide, 1,024 learned positions, LayerNorm with biases, 50,257 tokens. 6,000 steps of 64
 sequences are 393M tokens, trained by the loop that trains everything here: progress, held-out loss, checkpoints. With
-Muon and small steps: its held-out loss after 11M tokens, 5.50 nats, took AdamW with steps of 256 sequences 160M tokens.
+Muon and small steps: its held-out loss after 11M tokens, 5.5 nats, took AdamW with steps of 256 sequences 150M tokens.
 Killed or stopped, the same command goes on from the last checkpoint. The result is an ordinary Hugging Face folder,
 OUT/model, to be made sparse with `python examples/smollm2_135m.py OUT/model ...`. On a CPU try
 `--layers 2 --width 64 --heads 4 --length 64 --batch 8 --steps 20`.

@@ -76,11 +76,17 @@ def test_sparsify_then_evaluate(base, tmp_path, capsys):
     assert said["text"]["control"]["loss"] == pytest.approx(rows[1]["loss"])
 
 
-def test_text_that_changed_is_not_measured_as_held_out(base, tmp_path, capsys):
-    """One document more in front, and other documents would be the held-out ones."""
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda text: "w1 w2 w3\n<|endoftext|>\n" + text, id="a document in front moves the others"),
+        pytest.param(lambda text: text.replace("w1 ", "w10 ", 1), id="as many tokens as before"),
+    ],
+)
+def test_text_that_changed_is_not_measured_as_held_out(base, tmp_path, capsys, change):
     main(arguments(base, "--heldout-tokens", "300"))
     text = tmp_path / "text.txt"
-    text.write_text("w1 w2 w3\n<|endoftext|>\n" + text.read_text())
+    text.write_text(change(text.read_text()))
     with pytest.raises(SystemExit) as exit_:
         main(["evaluate", str(tmp_path / "run")])
     assert exit_.value.code == 2 and "has changed since" in capsys.readouterr().err

@@ -33,7 +33,7 @@ from .curve import (
     mib_areas,
     refine,
     refined_curve,
-)  # fmt: skip
+)
 from .decoder import Decoder
 from .heads import HeadPatcher, token_edges
 from .huggingface import is_gated
