@@ -178,6 +178,33 @@ def test_padded_heads_follow_the_plain_ones(base, tmp_path, options, monkeypatch
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5) and a["density"] == pytest.approx(b["density"], rel=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile", ["no", "yes"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_gpu_follows_the_cpu(base, tmp_path, optimizer, compile, monkeypatch):
+    """With all that is only switched on there: fused kernel and losses, padded heads, compiled blocks."""
+    options = QUICK | dict(steps=4, optimizer=optimizer, loss="kl", precision="fp32")
+    monkeypatch.setattr(speed, "HEAD_MULTIPLE", 48)
+    fast, _ = sparsify(base, tmp_path / "gpu", **options, compile=compile)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    slow, _ = sparsify(base, tmp_path / "cpu", **options)
+    for a, b in zip(lines(slow.path), lines(fast.path), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=0.03)
+        assert a["density"] == pytest.approx(b["density"], rel=0.03)
+
+
+@pytest.mark.gpu
+def test_muon_resumes_on_a_gpu(base, tmp_path, monkeypatch):
+    whole, _ = sparsify(base, tmp_path / "whole", optimizer="muon")
+    stop_after(monkeypatch, 7)
+    with pytest.raises(training.Interrupted, match="after step 7 of 12"):
+        sparsify(base, tmp_path / "parts", optimizer="muon")
+    monkeypatch.undo()
+    parts, _ = sparsify(base, tmp_path / "parts", optimizer="muon", resume=True)
+    for a, b in zip(lines(whole.path), lines(parts.path), strict=True):
+        assert a["step"] == b["step"] and a["loss"] == pytest.approx(b["loss"], rel=1e-2)
+
+
 def test_gradient_checkpointing_follows_the_plain_run(base, tmp_path):
     """Recomputed gates are the same gates, so losses and densities are the same."""
     plain, _ = sparsify(base, tmp_path / "plain")

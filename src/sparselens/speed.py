@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from .sites import blocks
 
 COMPILE_FROM = 500  # steps: fewer would not win back the minute that compiling takes
 HEAD_MULTIPLE = 64  # vocabularies are padded to it
+# Versions of a block that dynamo may compile: one for each kind of layer, with and without gradients, of teacher,
+# control and sparse model, for each batch size. Gemma needs 7 before batch sizes count, and dynamo gives up after 8.
+VERSIONS = 64
 
 
 @contextmanager
@@ -27,7 +30,8 @@ def faster(models: list[nn.Module], settings: Training, device: str) -> Iterator
     if device == "cuda" and not processes.sharded():
         heads = [head for model in models if (head := pad_head(model)) is not None]
     try:
-        yield
+        with torch._dynamo.config.patch(recompile_limit=VERSIONS) if compiled else nullcontext():
+            yield
     finally:
         for block in compiled:
             block._compiled_call_impl = None

@@ -32,7 +32,7 @@ def check(case: Case) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("sample", [True, False], ids=["sampled", "deterministic"])
-@pytest.mark.parametrize("d_head", [32, 64, 80, 96, 128])
+@pytest.mark.parametrize("d_head", [32, 64, 80, 96, 128, 192, 256])
 def test_head_sizes(d_head, sample, dtype):
     check(Case(batch=2, heads=3, kv_heads=3, queries=257, keys=257, d_head=d_head, dtype=dtype, sample=sample))
 
