@@ -11,6 +11,7 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,8 @@ from stories15m import Stories, sample
 
 import sparselens as sl
 from sparselens.config import Trace, Transcode
-from sparselens.data import separator_id
+from sparselens.data import Batches, separator_id
+from sparselens.figures_trace import draw_trace
 from sparselens.run import provenance, write_json
 from sparselens.sites import dimensions
 from sparselens.trace_commands import Traced, trace_prompt
@@ -67,24 +69,41 @@ def main() -> None:
         features=a.features, steps=a.steps, batch=a.batch, lr=a.lr, sparsity=a.sparsity,
         evaluate_every=max(1, a.steps // 4), checkpoint_every=a.steps, evaluate_sequences=64,
     )  # fmt: skip
-    sources = {"dense": a.model, "sparse": a.sparse}
+    train_and_trace(
+        {"dense": a.model, "sparse": a.sparse},
+        lambda model, tokenizer: stories(a.text, model, tokenizer, a.tokens),
+        a.out, settings, PROMPTS, a.only,
+    )  # fmt: skip
+
+
+def train_and_trace(
+    sources: dict[str, str],
+    text: Callable[..., Batches],
+    out: Path,
+    settings: Transcode,
+    prompts: dict[str, tuple[str, str]],
+    only: str | None,
+) -> None:
+    """Transcoders of the dense and the sparse model, then the prompts through both."""
     for name, source in sources.items():
-        out = a.out / name
-        if a.only in (None, name) and not (out / "results.json").is_file():
-            model, tokenizer = sl.load(source, device="cuda" if gpu else "cpu")
-            batches = stories(a.text, model, tokenizer, a.tokens)
-            resume = (out / "run.json").is_file()
-            sl.transcode(model, tokenizer, data=batches, out=out, settings=settings, name=source, resume=resume)
-    if a.only in ("dense", "sparse"):
+        if only in (None, name) and not (out / name / "results.json").is_file():
+            model, tokenizer = sl.load(source, device="cuda" if torch.cuda.is_available() else "cpu")
+            resume = (out / name / "run.json").is_file()
+            sl.transcode(
+                model, tokenizer, data=text(model, tokenizer), out=out / name, settings=settings, name=source,
+                resume=resume,
+            )  # fmt: skip
+    if only in ("dense", "sparse"):
         return
-    rows = {name: json.loads((a.out / name / "results.json").read_text()) for name in sources}
-    models = [Traced(a.sparse, a.out / "sparse", "Sparse"), Traced(a.model, a.out / "dense", "Dense")]
+    rows = {name: json.loads((out / name / "results.json").read_text()) for name in sources}
+    models = [Traced(sources["sparse"], out / "sparse", "Sparse"), Traced(sources["dense"], out / "dense", "Dense")]
     traces = {}
-    for name, (prompt, target) in PROMPTS.items():
+    for name, (prompt, target) in prompts.items():
         print(f"\n== {prompt} -> {target}", flush=True)
         traces[name] = trace_prompt(models, prompt, target, Trace(checks=20), say=print)
-        write_json(a.out / f"trace-{name}.json", traces[name])
-    write_json(a.out / "features.json", {"transcoders": rows, "provenance": provenance()})
+        write_json(out / f"trace-{name}.json", traces[name])
+        draw_trace(traces[name], out / f"figure4-{name}.png")
+    write_json(out / "features.json", {"transcoders": rows, "provenance": provenance()})
     for name, row in traces.items():
         heads = {kind: r["main"]["n_heads_for_80"] for kind, r in (("sparse", row), ("dense", row["against"]))}
         print(

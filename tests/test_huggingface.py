@@ -9,9 +9,10 @@ import sys
 import pytest
 import torch
 from models import CONFIGS, VOCABULARY, tiny_model, tiny_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import sparselens as sl
+from sparselens import huggingface
 from sparselens.gating import allowed_pairs
 from sparselens.huggingface import count_pairs, document_mask, gate_biases, install_gates, is_gated
 
@@ -377,3 +378,46 @@ def test_real_model_wide_open(shared):
     assert (a - b).abs().max() < 1e-4
     told = sparse.generate(prompt, max_new_tokens=3, do_sample=False)
     assert tokenizer.decode(told[0, prompt.shape[1] :]).strip().startswith("Lily")
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """Long words in the vocabulary, and no way to get to them: what is left of a tokenizer without its merges."""
+    from tokenizers import Tokenizer, models
+
+    alphabet = "abcdefghijklmnopqrstuvwxyz"
+    words = [f"wordsof{a}{b}" for a in alphabet for b in alphabet]
+    vocabulary = {word: i for i, word in enumerate([*alphabet, *words])}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocabulary, [])))
+
+
+def test_a_tokenizer_that_lost_its_merges_is_noticed(tmp_path, monkeypatch):
+    """As transformers 5.17 makes of Gemma's .gguf: every word in letters, and a model that seems to know nothing."""
+    whole, tried = huggingface.whole_words(letters())
+    assert whole == 0 and tried >= 200
+    write_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setattr(huggingface.AutoTokenizer, "from_pretrained", lambda *a, **k: letters())
+    with pytest.raises(ValueError, match=r"of \d+ words in its vocabulary 0 come back as one token. Update it"):
+        sl.load(tmp_path / "tiny.gguf")
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("name", ["gpt2-tokenizer", "stories15m"])
+def test_real_tokenizers_know_their_words(name, shared):
+    whole, tried = huggingface.whole_words(AutoTokenizer.from_pretrained(shared / "models" / name))
+    assert tried >= 200 and whole > 0.7 * tried
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo2"])
+def test_gradients_stay_small_behind_closed_gates_before_a_norm(family):
+    """The norm behind attention blows up the gradient of what little is left. Outputs stay as they are."""
+    model = install_gates(tiny_model(family), sl.Gate(bias=-3.0))
+    ids = torch.randint(2, 60, (4, 32), generator=torch.Generator().manual_seed(0))
+    norms, losses = [], []
+    for training in (False, True):
+        model.train(training).zero_grad()
+        loss = model(ids, labels=ids, gate_sample=True, gate_seed=1).loss
+        loss.backward()
+        norms.append(torch.stack([bias.grad.norm() for bias in gate_biases(model)]).norm().item())
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+    assert norms[1] < norms[0] / 3, norms

@@ -32,6 +32,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers import __version__ as transformers_version
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
@@ -45,6 +46,9 @@ NAME = "sparselens"
 INDEX = "model.safetensors.index.json"  # which file has which weight, where there are several
 SAFE: Any = {"trust_remote_code": False}  # said aloud: left open, transformers asks the user to run a stranger's code
 ADAPTER_PREFIX = "sparselens:"  # marks an adapter's base so that plain peft cannot load it without its gates
+
+DENSE_SHARE = 0.25  # |attention output| / |values| in a dense model: 0.2 to 0.6 in Gemma-3-270m
+LEAST_FACTOR = 1e-3  # where nothing is left the norm's own epsilon, usually 1e-6, bounds its gradient at 1e3
 
 
 @torch.compiler.disable  # the seed changes with every step and layer: a compiled block calls this as it is
@@ -87,6 +91,8 @@ def gated_attention_forward(
         normalise=module.config.sparselens["normalise"],  # type: ignore[union-attr,index]
     )
     out, edges = gated_attention(query, key, value, bias, **options)
+    if module.training and architecture(module.config).attention_post:
+        out = bounded(out, value)
     if gate_output == "edges":
         pairs = pairs_once(attention_mask, query.shape[2], key.shape[2], options["window"], query.device, edges.dtype)
         record = torch.stack([edges, pairs.expand_as(edges)], dim=-1)
@@ -96,6 +102,21 @@ def gated_attention_forward(
     else:
         raise ValueError(f"gate_output={gate_output!r}: expected 'edges', 'pattern' or 'margin'")
     return out.transpose(1, 2), record
+
+
+def bounded(out: Tensor, value: Tensor) -> Tensor:
+    """`out` itself; where gates let little of the attention through, its gradient is as much smaller, token by token.
+
+    For families with a norm right behind attention (Gemma, OLMo 2). The norm brings whatever is left back to full size,
+    and so multiplies the gradient of every closed gate by one over the share that is left: in every layer, and they
+    add up to gradients of 1e15 (docs/LOG.md). Without such a norm nothing of the kind happens, and this undoes it.
+    """
+    with torch.no_grad():
+        group = out.shape[1] // value.shape[1]
+        full = group * value.float().square().sum((1, 3)).mean(1, keepdim=True)  # all attention on one average token
+        share = (out.float().square().sum((1, 3)) / full).sqrt()
+        factor = (share / DENSE_SHARE).clamp(LEAST_FACTOR, 1)[:, None, :, None].to(out.dtype)
+    return out.detach() + (out - out.detach()) * factor
 
 
 def document_mask(
@@ -338,6 +359,12 @@ def _load_gguf(path: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedToken
             loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=getattr(torch, dtype), **SAFE)
     except Exception as error:
         raise ValueError(f"{path} is not a readable GGUF file: {_first_line(error)}") from error
+    whole, words = whole_words(tokenizer)
+    if whole < words / 2:
+        raise ValueError(
+            f"transformers {transformers_version} reads the tokenizer of {path} wrongly: of {words} words in its "
+            f"vocabulary {whole} come back as one token. Update it (pip install -U transformers; 5.22 reads Gemma's)."
+        )
     if _adds_bos(path) and tokenizer.bos_token is not None:
         tokenizer.add_bos_token = True  # type: ignore[misc]
     # transformers refuses to save a model that came from a gguf file; a fresh one of the same config is just a model.
@@ -348,6 +375,18 @@ def _load_gguf(path: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedToken
     model.generation_config = loaded.generation_config
     model.config._name_or_path = str(path)
     return model, tokenizer
+
+
+def whole_words(tokenizer: PreTrainedTokenizerBase, most: int = 200) -> tuple[int, int]:
+    """(how many come back as one token, how many were tried) of the longer words in a vocabulary.
+
+    All of them in GPT-2's and Gemma's, three quarters in Llama's, 1 % where merges were lost on the way.
+    """
+    vocabulary = tokenizer.get_vocab()
+    words = [w for w in sorted(vocabulary) if len(w) > 5 and (bare := w.lstrip("▁Ġ")).isascii() and bare.isalpha()]
+    tried = [vocabulary[word] for word in words[:: max(1, len(words) // most)]]
+    found = [tokenizer(tokenizer.decode([i]), add_special_tokens=False)["input_ids"] for i in tried]
+    return sum(ids == [i] for ids, i in zip(found, tried, strict=True)), len(tried)
 
 
 def _load_adapter(path: Path, dtype: str) -> tuple[Any, PreTrainedTokenizerBase]:
