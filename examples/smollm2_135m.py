@@ -34,6 +34,7 @@ def main(description: str | None = __doc__, **defaults: Any) -> None:
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--micro-batch", type=int, help="sequences per forward pass; halved where memory is short")
+    parser.add_argument("--lr", type=float, default=6e-4)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
@@ -43,7 +44,7 @@ def main(description: str | None = __doc__, **defaults: Any) -> None:
     run = sl.sparsify(
         arguments.model, arguments.data, arguments.out, heldout=tuple(arguments.heldout), heldout_tokens=1 << 20,
         control=True, density=arguments.density, steps=arguments.steps, batch=arguments.batch,
-        micro_batch=arguments.micro_batch, length=arguments.length, seed=arguments.seed, resume=arguments.resume,
+        micro_batch=arguments.micro_batch, lr=arguments.lr, length=arguments.length, seed=arguments.seed, resume=arguments.resume,
     )  # fmt: skip
     tokenizer = sl.load(run.path)[1]
     corpora: dict[str, Batches] = {

@@ -31,8 +31,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers import __version__ as transformers_version
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
