@@ -44,7 +44,8 @@ def main(description: str | None = __doc__, **defaults: Any) -> None:
     run = sl.sparsify(
         arguments.model, arguments.data, arguments.out, heldout=tuple(arguments.heldout), heldout_tokens=1 << 20,
         control=True, density=arguments.density, steps=arguments.steps, batch=arguments.batch,
-        micro_batch=arguments.micro_batch, lr=arguments.lr, length=arguments.length, seed=arguments.seed, resume=arguments.resume,
+        micro_batch=arguments.micro_batch, lr=arguments.lr, length=arguments.length,
+        seed=arguments.seed, resume=arguments.resume,
     )  # fmt: skip
     tokenizer = sl.load(run.path)[1]
     corpora: dict[str, Batches] = {
