@@ -38,7 +38,7 @@ def main() -> None:
     a = parser.parse_args()
     settings = Transcode(
         features=a.features, k=a.k, cross_layer=False, activation="topk", steps=a.steps, batch=a.batch,
-        evaluate_every=max(1, a.steps // 4), checkpoint_every=a.steps, evaluate_sequences=64,
+        evaluate_every=max(1, a.steps // 4), checkpoint_every=a.steps, evaluate_sequences=64 if gpu else 4,
     )  # fmt: skip
     need = a.steps * a.batch * 513
 
