@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import sparselens as sl
 from sparselens import huggingface
+from sparselens.attention import bounded, count_pairs, document_mask
 from sparselens.gating import allowed_pairs
-from sparselens.huggingface import count_pairs, document_mask, gate_biases, install_gates, is_gated
+from sparselens.huggingface import gate_biases, install_gates, is_gated
 
 FAMILIES = list(CONFIGS)
 WIDE_OPEN = sl.Gate(bias=1e4)
@@ -421,3 +422,14 @@ def test_gradients_stay_small_behind_closed_gates_before_a_norm(family):
         losses.append(loss.item())
     assert losses[0] == losses[1]
     assert norms[1] < norms[0] / 3, norms
+
+
+def test_bounded_changes_no_output():
+    """Not even where there is nothing: values of zero, or every gate of a token closed."""
+    value = torch.randn(2, 1, 5, 4)
+    out = torch.randn(2, 2, 3, 4, requires_grad=True)
+    with torch.no_grad():
+        out[0, :, 1] = 0
+    assert torch.equal(bounded(out, value), out) and torch.equal(bounded(out * 0, value * 0), out * 0)
+    bounded(out, value).sum().backward()
+    assert out.grad.isfinite().all() and (out.grad[0, :, 1] == 1e-3).all() and out.grad.max() <= 1

@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import AutoModelForCausalLM
 
+from .attention import _causal_pairs
 from .config import Sparsify
 from .evaluate import forward
-from .huggingface import _causal_pairs
 from .memory import PeakMemory
 from .optimizers import make_optimizer
 from .sites import dimensions
