@@ -52,10 +52,9 @@ def main(arguments: list[str] | None = None) -> None:
             bos_token_id=end, eos_token_id=end, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         )
     )  # fmt: skip
-    every = max(1, a.steps // 10)
     settings = Training(
         steps=a.steps, batch=a.batch, lr=a.lr, optimizer="muon", weight_decay=0.1, decay=0.6, seed=a.seed,
-        evaluate_every=every, checkpoint_every=every,
+        evaluate_every=max(1, a.steps // 20), checkpoint_every=max(1, a.steps // 4),
     )  # fmt: skip
     stage = Stage("dense", model, batches, a.out, settings, steering=steering_count(batches))
     train(stage, resume=(a.out / "checkpoints").is_dir())

@@ -84,8 +84,9 @@ def test_end_to_end_with_control(base, tmp_path):
     assert measured.density == pytest.approx(rows[2]["density"]) and measured.loss == pytest.approx(rows[2]["loss"])
 
 
-def test_a_run_on_sequences_made_in_python_can_be_measured(base, tmp_path):
+def test_a_run_on_sequences_made_in_python_can_be_measured(base, tmp_path, monkeypatch):
     """It does not know where its text is, and says so; other text serves."""
+    monkeypatch.chdir(tmp_path)  # the text's tokens are kept beside whoever asks
     run, _ = sparsify(base, tmp_path / "run")
     with pytest.raises(ValueError, match="give some with --data"):
         evaluate(run.path, say=lambda text: None)
