@@ -185,11 +185,15 @@ def fill(parameters: "Mapping[str, Tensor]", tensors: "Mapping[str, Tensor]", pr
     """Put saved tensors back into the parameters of the same names."""
     import torch
 
+    another = "the checkpoint belongs to another model; choose another --out"
     if parameters.keys() != {name.removeprefix(prefix) for name in tensors if name.startswith(prefix)}:
-        raise ValueError("the checkpoint belongs to another model; choose another --out")
+        raise ValueError(another)
     with torch.no_grad():
         for name, p in parameters.items():
-            p.copy_(processes.split_like(tensors[prefix + name], p))
+            saved = tensors[prefix + name]
+            if saved.shape != p.shape:
+                raise ValueError(f"{another} ({name}: {tuple(saved.shape)} there, {tuple(p.shape)} here)")
+            p.copy_(processes.split_like(saved, p))
 
 
 def fill_optimizer(optimizer, parameters: "dict[str, nn.Parameter]", tensors: "Mapping[str, Tensor]") -> None:
