@@ -5,6 +5,7 @@
 12 layers of 12 heads, 768 wide, 1,024 learned positions, LayerNorm with biases, 50,257 tokens. 6,000 steps of 64
 sequences are 393M tokens, trained by the loop that trains everything here: progress, held-out loss, checkpoints. With
 Muon and small steps: its held-out loss after 11M tokens, 5.5 nats, took AdamW with steps of 256 sequences 150M tokens.
+3,863 steps, 13 minutes of an H200, gave a model that copies, opposes and mostly counts years (docs/results.md).
 Killed or stopped, the same command goes on from the last checkpoint. The result is an ordinary Hugging Face folder,
 OUT/model, to be made sparse with `python examples/smollm2_135m.py OUT/model ...`. On a CPU try
 `--layers 2 --width 64 --heads 4 --length 64 --batch 8 --steps 20`.
@@ -36,6 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--dropout", type=float, default=0.0, help="GPT-2's own: 0.1, on attention weights, too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cache", type=Path, default=Path(".sparselens-cache"))
     a = parser.parse_args(arguments)
@@ -49,7 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
     model = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=len(tokenizer), n_positions=a.length, n_embd=a.width, n_layer=a.layers, n_head=a.heads,
-            bos_token_id=end, eos_token_id=end, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            bos_token_id=end, eos_token_id=end,
+            resid_pdrop=a.dropout, embd_pdrop=a.dropout, attn_pdrop=a.dropout,
         )
     )  # fmt: skip
     settings = Training(

@@ -54,3 +54,10 @@ def test_it_learns_to_count_and_goes_on_where_it_stopped(tmp_path, monkeypatch, 
         assert torch.equal(a, b[1]), name
     with pytest.raises(ValueError, match=r"another model.*there, \(64, 16\) here"):
         gpt2_shaped.main([*command(tmp_path, "parts"), "--width", "16"])
+
+
+def test_dropout_is_at_work_while_it_learns(tmp_path):
+    gpt2_shaped.main([*command(tmp_path, "with"), "--steps", "2", "--dropout", "0.5"])
+    gpt2_shaped.main([*command(tmp_path, "without"), "--steps", "2"])
+    first = [json.loads((tmp_path / out / "metrics.jsonl").read_text().splitlines()[0]) for out in ("with", "without")]
+    assert abs(first[0]["loss"] - first[1]["loss"]) > 1e-3
