@@ -163,6 +163,22 @@ def test_budget_holds_a_model_that_answers_slowly():
     assert max(seen[100:]) < 0.7
 
 
+def test_pressure_is_relieved_once_when_the_budget_stands_and_follows_faster_from_then_on():
+    b = budget(closing=0.5, margin=0.0)
+    b.step(3.0, 0.5, 0.0)
+
+    def change(done: float) -> float:
+        before = b.integral
+        b.step(3.0, b.allowed(done) * math.exp(0.1), done)
+        return b.integral - before
+
+    falling = [change(0.2) for _ in range(100)][-1]
+    assert falling == pytest.approx(0.1 * b.rate, rel=0.01)
+    assert change(0.5) < -0.9 * b.relief
+    standing = [change(0.5) for _ in range(100)][-1]
+    assert standing == pytest.approx(0.1 * b.rate * b.faster, rel=0.01), "once, not at every step"
+
+
 def test_budget_does_not_wind_up():
     """A thousand steps far above the budget are forgotten within two hundred below it."""
     b = budget(start=0.5)

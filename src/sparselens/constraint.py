@@ -9,7 +9,8 @@ Budget, the default: as little loss as possible with at most this share of the e
 1. While the gates close, budget(t) falls geometrically from the density at the first step to the final one, and gates
    are sampled: the noise is what makes them choose a side.
 2. From `closing` on, budget(t) stays, gates are deterministic (what trains is what will be evaluated), and the weights
-   have the rest of the run to learn to do without the closed edges.
+   have the rest of the run to learn to do without the closed edges. Holding a density takes far less pressure than
+   lowering it: the pressure falls at once by `relief`, and follows faster from then on.
 Density counts in units of the budget, so the pressure (nats per e-fold) does not fade as both fall, and no target of
 loss can make the gates open again.
 
@@ -42,6 +43,8 @@ class Budget:
     density: float  # share of the allowed pairs that may be open in the end
     closing: float = 0.2  # share of the steps in which the budget falls to that
     rate: float = 0.02  # change of log(pressure) per step at full error
+    faster: float = 3.0  # times that rate once the budget stands
+    relief: float = 1.5  # taken off log(pressure) when it does
     gain: float = 1.0  # answer of log(pressure) to the error at once: damps the swings of the slow part
     margin: float = 0.03  # aim this share below the budget
     lowest: float = -9.0  # bounds of log(pressure)
@@ -52,6 +55,7 @@ class Budget:
     start: float | None = None  # density at the first step
     open: float | None = None  # running mean of the density
     unit: float = 1.0  # the budget of the last step
+    stands: bool = False  # whether the budget has stopped falling
     average: float | None = None  # running mean of the training loss
 
     def sampled(self, done: float) -> bool:
@@ -75,7 +79,11 @@ class Budget:
         self.average = loss if self.average is None else 0.95 * self.average + 0.05 * loss
         self.unit = self.allowed(done)
         error = max(-1.0, min(1.0, math.log(self.open / self.unit)))
-        self.integral = max(self.lowest, min(self.highest, self.integral + self.rate * error))
+        if done >= self.closing and not self.stands:
+            self.stands = True
+            self.integral -= self.relief
+        rate = self.rate * (self.faster if self.stands else 1.0)
+        self.integral = max(self.lowest, min(self.highest, self.integral + rate * error))
         self.log_pressure = max(self.lowest, min(self.highest, self.integral + self.gain * error))
 
     def correct(self, evaluated: float) -> None:
