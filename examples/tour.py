@@ -17,7 +17,7 @@ def settings():
     from pathlib import Path
 
     folder = Path("runs/tour")
-    dense_steps, sparse_steps, feature_steps = 350, 250, 100  # few: the demo trains four times as long
+    dense_steps, sparse_steps, feature_steps = 600, 250, 100  # few: the demo trains far longer
     control = True
     return control, dense_steps, feature_steps, folder, sparse_steps
 

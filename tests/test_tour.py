@@ -17,7 +17,7 @@ def toured(tmp_path_factory):
     spec.loader.exec_module(tour)
     settings = {
         "Path": Path, "folder": tmp_path_factory.mktemp("tour"), "control": False,
-        "dense_steps": 250, "sparse_steps": 80, "feature_steps": 40,
+        "dense_steps": 600, "sparse_steps": 80, "feature_steps": 40,
     }  # fmt: skip
     _, found = tour.app.run(defs=settings)
     return found
@@ -26,7 +26,7 @@ def toured(tmp_path_factory):
 def test_gates_close_and_the_model_still_adds(toured):
     base, sparse = toured["rows"]
     assert toured["open_at_first"] > 2 * 1056 * sparse["density"], "trained gates close more than untrained ones"
-    assert base["exact"] > 0.1 and sparse["exact"] > 0.02, "chance would be one sum in about two hundred"
+    assert base["exact"] > 0.3 and sparse["exact"] > 0.02, "chance would be one sum in about two hundred"
 
 
 def test_the_circuit_is_smaller_than_the_model_and_explains_it(toured):
