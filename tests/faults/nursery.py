@@ -33,6 +33,7 @@ class Nursery:
     def start(self, *arguments, file_size: int | None = None, memory: int | None = None, **environment: str) -> "Child":
         self.count += 1
         log = self.folder / f"{self.count}.log"
+        log.touch()  # a child killed in its first moment has said nothing, which can be read, too
         request = {"log": str(log), "file_size": file_size, "memory": memory, "environment": environment}
         return Child(self, self._ask(run=[str(argument) for argument in arguments], **request), log)
 
