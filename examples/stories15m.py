@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=160)
     parser.add_argument("--lr", type=float, default=4e-4)
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--decay", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
@@ -101,7 +102,8 @@ def main() -> None:
     run = sl.sparsify(
         arguments.model, Stories(np.load(text, allow_pickle=False), separator), arguments.out,
         loss="kl", tolerance=0.05, density=arguments.density, closing=arguments.closing, control=True,
-        steps=arguments.steps, batch=arguments.batch, lr=arguments.lr, decay=arguments.decay, seed=arguments.seed,
+        steps=arguments.steps, batch=arguments.batch, lr=arguments.lr, optimizer=arguments.optimizer,
+        decay=arguments.decay, seed=arguments.seed,
         evaluate_every=max(1, arguments.steps // 20), evaluate_sequences=256, checkpoint_every=arguments.steps,
         resume=arguments.resume,
     )  # fmt: skip

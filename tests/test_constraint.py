@@ -172,11 +172,24 @@ def test_pressure_is_relieved_once_when_the_budget_stands_and_follows_faster_fro
         b.step(3.0, b.allowed(done) * math.exp(0.1), done)
         return b.integral - before
 
-    falling = [change(0.2) for _ in range(100)][-1]
+    falling = [change(0.499) for _ in range(100)][-1]
     assert falling == pytest.approx(0.1 * b.rate, rel=0.01)
     assert change(0.5) < -0.9 * b.relief
     standing = [change(0.5) for _ in range(100)][-1]
     assert standing == pytest.approx(0.1 * b.rate * b.faster, rel=0.01), "once, not at every step"
+
+
+def test_pressure_is_not_relieved_while_gates_lag_far_behind():
+    """Still at five times the budget when it stops falling: the pressure is what will get there."""
+    b = budget(closing=0.5, margin=0.0)
+    b.step(3.0, 0.5, 0.0)
+    for _ in range(20):
+        before = b.integral
+        b.step(3.0, 5 * b.allowed(0.5), 0.5)
+        assert b.integral >= before and not b.stands
+    for _ in range(20):
+        b.step(3.0, 2 * b.allowed(0.5), 0.5)
+    assert b.stands and b.integral < before
 
 
 def test_budget_does_not_wind_up():

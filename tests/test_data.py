@@ -182,6 +182,46 @@ def test_interrupted_tokenisation_goes_on(tmp_path, monkeypatch):
     assert not list(resumed.folder.glob(".*")), "no temporary files are left"
 
 
+def test_several_files_are_read_in_proportion(tmp_path, monkeypatch):
+    """Ten documents of one file to each of another a tenth its size, in any prefix, and so when few are tokenised."""
+    monkeypatch.setattr(documents_module, "PIECE", 40)  # documents in several pieces stay whole
+    for name, word, count in (("large", "w1", 200), ("small", "w2", 20)):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, "txt", [f"{word} {i} " + "w3 w4 w5 " * 10 for i in range(count)])
+    paths = [str(tmp_path / name / "*.txt") for name in ("large", "small")]
+    sources = [[str(path), *data_module._stamp(path)] for path in find_files(paths)]
+    whole, order = [], []
+    for text, fresh in data_module._documents(sources, "text"):
+        if fresh:
+            whole.append("")
+            order.append(text.split()[0])
+        whole[-1] += text
+    assert len(whole) == len(set(whole)) == 220 and all(text.count("w3 w4 w5") == 10 for text in whole)
+    for prefix in (22, 55, 110, 198):
+        assert order[:prefix].count("w2") == pytest.approx(prefix / 11, abs=1.5)
+    read = TokenCache.build(paths, tiny_tokenizer(), tmp_path / "cache", need=1000, heldout=0, progress=False)
+    words = tiny_tokenizer().decode(np.concatenate(read.shards("train"))).split()
+    assert words.count("w2") == pytest.approx(words.count("w1") / 10, abs=1.5) and words.count("w2") > 1
+
+
+def test_of_many_files_few_are_open(tmp_path, monkeypatch):
+    for i in range(50):
+        (tmp_path / f"{i}.jsonl").write_text("".join(json.dumps({"text": f"{i} {j}"}) + "\n" for j in range(3)))
+    sources = [[str(path), *data_module._stamp(path)] for path in find_files([str(tmp_path)])]
+    original, now, most = data_module.read_documents, 0, 0
+
+    def counted(*args):
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        yield from original(*args)
+        now -= 1
+
+    monkeypatch.setattr(data_module, "read_documents", counted)
+    found = [text for text, _ in data_module._documents(sources, "text")]
+    assert sorted(found) == sorted(f"{i} {j}" for i in range(50) for j in range(3)) and most == data_module.LANES
+
+
 def test_only_as_much_text_as_needed_is_tokenised(tmp_path):
     cache = TokenCache.build(
         [write(tmp_path, "txt")], tiny_tokenizer(), tmp_path / "cache", need=100, heldout=0, progress=False

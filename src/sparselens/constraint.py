@@ -10,7 +10,8 @@ Budget, the default: as little loss as possible with at most this share of the e
    are sampled: the noise is what makes them choose a side.
 2. From `closing` on, budget(t) stays, gates are deterministic (what trains is what will be evaluated), and the weights
    have the rest of the run to learn to do without the closed edges. Holding a density takes far less pressure than
-   lowering it: the pressure falls at once by `relief`, and follows faster from then on.
+   lowering it: the pressure falls at once by `relief` (as soon as less than e times the budget is open), and follows
+   faster from then on.
 Density counts in units of the budget, so the pressure (nats per e-fold) does not fade as both fall, and no target of
 loss can make the gates open again.
 
@@ -55,7 +56,7 @@ class Budget:
     start: float | None = None  # density at the first step
     open: float | None = None  # running mean of the density
     unit: float = 1.0  # the budget of the last step
-    stands: bool = False  # whether the budget has stopped falling
+    stands: bool = False  # whether the budget has stopped falling, and the density is near it
     average: float | None = None  # running mean of the training loss
 
     def sampled(self, done: float) -> bool:
@@ -79,7 +80,7 @@ class Budget:
         self.average = loss if self.average is None else 0.95 * self.average + 0.05 * loss
         self.unit = self.allowed(done)
         error = max(-1.0, min(1.0, math.log(self.open / self.unit)))
-        if done >= self.closing and not self.stands:
+        if done >= self.closing and error < 1 and not self.stands:
             self.stands = True
             self.integral -= self.relief
         rate = self.rate * (self.faster if self.stands else 1.0)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 PIECES_AT_ONCE = 32  # to tokenise
 SHARD = 1 << 24  # tokens per cache file
 HELDOUT_EVERY = 20  # every 20th document is kept from training until there is enough held-out text
+LANES = 16  # files read side by side
 ROOM = 40  # sequences read at least, so that a tenth of them is some
 
 
@@ -153,7 +154,8 @@ def _fingerprint(patterns, tokenizer, need, heldout, field) -> tuple[str, list]:
         else:
             sources.append([pattern])
     words = json.dumps([sorted(tokenizer.get_vocab().items()), separator_id(tokenizer), _rules(tokenizer)])
-    text = json.dumps([sources, hashlib.sha256(words.encode()).hexdigest(), need, heldout, field, PIECE, SHARD])
+    order = [PIECE, SHARD] + [LANES] * (len(sources) > 1)
+    text = json.dumps([sources, hashlib.sha256(words.encode()).hexdigest(), need, heldout, field, *order])
     return hashlib.sha256(text.encode()).hexdigest()[:16], sources
 
 
@@ -186,14 +188,38 @@ def _stamp(path: Path) -> list[int]:
 
 
 def _documents(sources: list, field: str) -> Iterator[tuple[str, bool]]:
-    for name, *stamp in sources:
-        if not stamp:
-            yield from dataset_documents(name, field)
-            continue
-        try:
-            yield from read_documents(Path(name), field)
-        except FileNotFoundError:
-            raise ValueError(f"{name} has disappeared") from None
+    """Documents of all sources in turn, each in proportion to its size: however little is read, it is a fair mix.
+
+    Many files are read in `LANES` rows of files, so that few are open at a time. A dataset, whose size is not known,
+    counts as much as the average file.
+    """
+    sizes = [stamp[0] for _, *stamp in sources if stamp]
+    average = sum(sizes) / len(sizes) if sizes else 1
+    lanes = [sources[i::LANES] for i in range(min(LANES, len(sources)))]
+    size = [sum(stamp[0] if stamp else average for _, *stamp in lane) for lane in lanes]
+    streams = [itertools.chain.from_iterable(_read(*source, field=field) for source in lane) for lane in lanes]
+    read = [0.0] * len(lanes)  # share of each
+    ahead = {i: piece for i, stream in enumerate(streams) if (piece := next(stream, None))}
+    while ahead:
+        i = min(ahead, key=read.__getitem__)
+        piece: tuple[str, bool] | None = ahead.pop(i)
+        while piece:
+            yield piece
+            read[i] += len(piece[0]) / size[i]
+            piece = next(streams[i], None)
+            if piece and piece[1]:  # the next document waits for its turn
+                ahead[i] = piece
+                break
+
+
+def _read(name: str, *stamp: int, field: str) -> Iterator[tuple[str, bool]]:
+    if not stamp:
+        yield from dataset_documents(name, field)
+        return
+    try:
+        yield from read_documents(Path(name), field)
+    except FileNotFoundError:
+        raise ValueError(f"{name} has disappeared") from None
 
 
 def _refuse_changed(sources: list, folder: Path) -> None:
