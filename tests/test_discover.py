@@ -14,7 +14,8 @@ from sparselens.cli import main
 from sparselens.comparison import compare, table
 from sparselens.config import Gate, Search
 from sparselens.decoder import Decoder
-from sparselens.discovery import discover
+from sparselens.discovery import answered, discover
+from sparselens.heads import HeadPatcher
 from sparselens.huggingface import install_gates, save
 from sparselens.memory import PeakMemory, estimate_memory
 from sparselens.patching import Patcher, trace
@@ -30,6 +31,13 @@ from sparselens.scoring import (
 )
 from sparselens.sites import Dimensions, mlp_width
 from sparselens.tasks import Pair, Task
+
+
+def large_vocabulary(size: int):
+    model = tiny_model("llama")
+    model.resize_token_embeddings(size)
+    return model
+
 
 QUIET = {"say": lambda text: None}
 
@@ -177,6 +185,31 @@ def test_memory_stays_below_its_estimate(family):
         eap(decoder, prompts, steps=2, n_at_once=16, path="own")
     estimate = estimate_memory(decoder.dims, mlp_width(decoder.config), 16, 12, 2, 64)
     assert 0.3 * estimate.total < peak.peak < estimate.total
+
+
+@pytest.mark.parametrize("metric", ["logit", "probability", "log-probability"])
+def test_large_vocabularies_count_when_circuits_run(metric):
+    """200 logits for every number in the residual stream: as many circuits at a time as the memory allows."""
+    model = large_vocabulary(50_000)
+    decoder, prompts, allowed = Decoder(model), random_prompts(16, 12, metric=metric), 64
+    patcher = Patcher(decoder, prompts, memory_mb=allowed)
+    masks = np.repeat(decoder.components.possible[None], 24, 0)
+    peak = PeakMemory().ignore(model)
+    with peak:
+        patcher.run(masks)
+    assert 0.2 * allowed < peak.peak / 2**20 < allowed
+
+
+def test_logits_are_made_where_they_are_read_alone():
+    """Same answers from every part of discovery, without a logit anywhere else."""
+    model, prompts = large_vocabulary(5_000), random_prompts(6, 12)
+    seen = []
+    model.lm_head.register_forward_hook(lambda _, inputs, output: seen.append(output.shape[-2]))
+    whole = prompts.at_reads(model(input_ids=prompts.clean).logits)
+    assert torch.allclose(HeadPatcher(model, prompts)._logits(prompts.clean, prompts), whole, atol=1e-5)
+    answered(model, prompts)
+    Patcher(Decoder(model), prompts)
+    assert seen[0] == 12 and max(seen[1:]) <= len(prompts.positions) < 12
 
 
 def test_memory_at_real_sizes():

@@ -199,7 +199,7 @@ def _documents(sources: list, field: str) -> Iterator[tuple[str, bool]]:
     size = [sum(stamp[0] if stamp else average for _, *stamp in lane) for lane in lanes]
     streams = [itertools.chain.from_iterable(_read(*source, field=field) for source in lane) for lane in lanes]
     read = [0.0] * len(lanes)  # share of each
-    ahead = {i: piece for i, stream in enumerate(streams) if (piece := next(stream, None))}
+    ahead = {i: document for i, stream in enumerate(streams) if (document := next(stream, None))}
     while ahead:
         i = min(ahead, key=read.__getitem__)
         piece: tuple[str, bool] | None = ahead.pop(i)

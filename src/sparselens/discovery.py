@@ -37,7 +37,7 @@ from .curve import (
 from .decoder import Decoder
 from .heads import HeadPatcher, token_edges
 from .huggingface import is_gated
-from .memory import estimate_memory, prompts_at_once
+from .memory import estimate_memory
 from .patching import Patcher
 from .record import start
 from .scoring import MOST_EXACT, eap, exact
@@ -136,7 +136,8 @@ def answered(model: nn.Module, prompts: Prompts, at_once: int = 32) -> torch.Ten
     right = []
     for first in range(0, len(prompts), at_once):
         part = prompts.take(slice(first, first + at_once)).to(device)
-        logits = part.at_reads(start(model, part.clean).logits)  # type: ignore[arg-type]
+        found = start(model, part.clean, at=part.positions).logits
+        logits = part.at_reads(found, part.positions)  # type: ignore[arg-type]
         right.append(part.correct(part.score(logits), logits).cpu())
     return torch.cat(right)
 
@@ -242,12 +243,10 @@ def _scores(decoder: Decoder, prompts: Prompts, settings: Search, show_progress:
             return exact(patcher, bar.update)
     steps = settings.steps if settings.method == "eap-ig" else 0
     n, tokens = prompts.clean.shape
-    one = estimate_memory(decoder.dims, mlp_width(decoder.config), 1, tokens, gated=decoder.gates is not None)
-    at_once = min(n, prompts_at_once(one.per_token, tokens, settings.memory_mb))
-    need = estimate_memory(
-        decoder.dims, mlp_width(decoder.config), at_once, tokens, prompts.position.shape[1], decoder.config.vocab_size,
-        decoder.gates is not None,
-    )  # fmt: skip
+    shape = tokens, prompts.position.shape[1], decoder.config.vocab_size, decoder.gates is not None
+    one = estimate_memory(decoder.dims, mlp_width(decoder.config), 1, *shape)
+    at_once = max(1, min(n, int(settings.memory_mb * 2**20 / one.total)))
+    need = estimate_memory(decoder.dims, mlp_width(decoder.config), at_once, *shape)
     say(f"scoring {decoder.components.n_edges:,} edges on {n} prompts needs about {need}")
     with tqdm(total=n * max(steps, 1), desc="scoring", unit="prompt", disable=not show_progress) as bar:
         return eap(decoder, prompts, steps, at_once, bar.update, settings.path, settings.ablation)

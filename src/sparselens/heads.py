@@ -51,7 +51,8 @@ class HeadPatcher:
         return processes.total(out)
 
     def _logits(self, ids: Tensor, part: Prompts) -> Tensor:
-        return part.at_reads(self.model(input_ids=ids, use_cache=False).logits)
+        logits = self.model(input_ids=ids, use_cache=False, logits_to_keep=part.positions).logits
+        return part.at_reads(logits, part.positions)
 
 
 def _keep(mask: Tensor, corrupted: Tensor) -> Callable[[Tensor], Tensor]:

@@ -44,10 +44,6 @@ def estimate_memory(
     return Memory(4.0 * (stored + graph + readers), n_prompts * tokens, 4.0 * n_prompts * 6 * reads * vocabulary)
 
 
-def prompts_at_once(per_token: float, tokens: int, memory_mb: float) -> int:
-    return max(1, int(memory_mb * 2**20 / (per_token * tokens)))
-
-
 class PeakMemory(TorchDispatchMode):
     """Counts the bytes of tensors made inside the block that are alive at once; `peak` is the most there ever were.
 

@@ -21,6 +21,7 @@ from .tasks.prompts import Prompts
 
 Ablation = Literal["corrupted", "mean", "zero"]
 TOLERANCE = 1e-4  # of the largest logit
+LOGIT = 28  # bytes: a logit, the same in fp64, its log-probability and probability
 
 
 @dataclass
@@ -114,11 +115,11 @@ class Patcher:
         for ids in (self.prompts.clean, self.prompts.corrupted):
             parts = []
             for first in range(0, len(ids), at_once):
-                run = start(self.decoder.model, ids[first : first + at_once])
+                part = self.prompts.take(slice(first, first + at_once))
+                run = start(self.decoder.model, ids[first : first + at_once], at=part.positions)
                 assert run.logits is not None
                 self.decoder.rotations = run.rotations
-                part = self.prompts.take(slice(first, first + at_once))
-                parts.append((run.embedding, part.at_reads(run.logits)))
+                parts.append((run.embedding, part.at_reads(run.logits, part.positions)))
             embeddings.append(torch.cat([embedding for embedding, _ in parts]))
             logits.append(torch.cat([at_reads for _, at_reads in parts]))
         self.clean, self.corrupted = embeddings
@@ -177,10 +178,11 @@ class Patcher:
         return groups
 
     def _bytes(self, n_prompts: int, nodes: float) -> float:
-        """Memory of one circuit: every node's share of the residual stream, and one layer's separate inputs."""
-        d = self.decoder.dims
+        """Memory of one circuit: every node's share of the residual stream, and one layer's separate inputs; logits."""
+        d, reads, vocabulary = self.decoder.dims, self.prompts.position.shape[1], self.decoder.config.vocab_size
         heads = min(nodes, d.n_heads)
-        return n_prompts * self.prompts.clean.shape[1] * d.d_model * 4 * (nodes + 8 * heads + 6)
+        stream = self.prompts.clean.shape[1] * d.d_model * 4 * (nodes + 8 * heads + 6)
+        return n_prompts * (stream + LOGIT * reads * vocabulary)
 
     def _run(self, masks: Tensor) -> Tensor:
         most = float(masks.any(1).sum(1).max())

@@ -9,7 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -131,10 +131,18 @@ class Prompts:
     def to(self, device: torch.device | str) -> "Prompts":
         return replace(self, **{name: getattr(self, name).to(device) for name in _TENSORS})
 
-    def at_reads(self, hidden: Tensor) -> Tensor:
-        """[..., n, tokens, d] -> [..., n, reads, d]: the positions the metric looks at."""
-        index = self.position[..., None].expand(*hidden.shape[:-3], *self.position.shape, hidden.shape[-1])
-        return hidden.gather(-2, index)
+    @cached_property
+    def positions(self) -> Tensor:
+        """Where any of the prompts is read, in order."""
+        return self.position.unique()
+
+    def at_reads(self, hidden: Tensor, positions: Tensor | None = None) -> Tensor:
+        """[..., n, tokens, d] -> [..., n, reads, d]: the positions the metric looks at.
+
+        positions: those that `hidden` has, where it is not all of them.
+        """
+        index = self.position if positions is None else torch.searchsorted(positions, self.position)
+        return hidden.gather(-2, index[..., None].expand(*hidden.shape[:-3], *index.shape, hidden.shape[-1]))
 
     def score(self, logits: Tensor) -> Tensor:
         """The metric of every prompt: [..., n, reads, vocabulary] at the reads -> [..., n]."""
