@@ -48,19 +48,25 @@ def main(description: str | None = __doc__, **defaults: Any) -> None:
         seed=arguments.seed, resume=arguments.resume,
     )  # fmt: skip
     tokenizer = sl.load(run.path)[1]
-    corpora: dict[str, Batches] = {
-        name: TextBatches(
-            files, tokenizer, arguments.length, cache=Path(".sparselens-cache"), need=1 << 40, heldout_patterns=files,
-            heldout_tokens=1 << 20,
-        )
-        for name, files in (("heldout", arguments.heldout), ("unseen", arguments.unseen))
-        if files
-    }  # fmt: skip
-    found = summary(run, arguments.model, corpora)
+    texts = (("heldout", arguments.heldout), ("unseen", arguments.unseen))
+    corpora = {name: whole_text(files, tokenizer, arguments.length) for name, files in texts if files}
+    publish(run, arguments.model, corpora, arguments.json)
+
+
+def whole_text(files: list[str], tokenizer: Any, length: int) -> Batches:
+    """Text to measure on, all of it."""
+    return TextBatches(
+        files, tokenizer, length, cache=Path(".sparselens-cache"), need=1 << 40, heldout_patterns=files,
+        heldout_tokens=1 << 20,
+    )  # fmt: skip
+
+
+def publish(run: Run, base: str | Path, corpora: dict[str, Batches], path: Path | None) -> None:
+    found = summary(run, base, corpora)
     run.write("corpora.json", found)
-    if arguments.json:
-        write_json(arguments.json, found)
-    print(json.dumps({key: value for key, value in found.items() if "per_" not in key}, indent=1))
+    if path:
+        write_json(path, found)
+    print(json.dumps({key: value for key, value in found.items() if "density_per_" not in key}, indent=1))
 
 
 def summary(run: Run, base: str | Path, corpora: dict[str, Batches]) -> dict[str, Any]:

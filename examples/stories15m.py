@@ -1,10 +1,11 @@
 """The 15M TinyStories model with one attention edge in a hundred, on text it wrote itself.
 
-    python examples/stories15m.py MODEL --out runs/stories15m-sparse
+    python examples/stories15m.py MODEL --out runs/stories15m-sparse --unseen other.txt --json results/stories15m.json
 
 1. sample stories from the model, each from its first token to the end of its context (--tokens of them; kept in --text)
 2. sparsify under KL(base || model), with the matched dense control: same stories, same order, no gates
-3. print base, control and sparse on stories that neither training nor selection has seen
+3. print base, control and sparse on stories that neither training nor selection has seen, and on text that is no story
+   at all (--unseen)
 
 The stories fit the context, so every sequence has all its pairs and densities compare. On a CPU try
 `--tokens 200000 --steps 50 --batch 8`.
@@ -16,10 +17,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from smollm2_135m import publish, whole_text
 from torch import Tensor
 
 import sparselens as sl
-from sparselens.data import separator_id
+from sparselens.data import Batches, separator_id
 from sparselens.sites import dimensions
 
 HELDOUT = 2048  # stories kept from training
@@ -85,6 +87,8 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--decay", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--unseen", nargs="+", default=[], help="text of another kind, for the report alone")
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
     text = arguments.text or arguments.out.with_name(arguments.out.name + "-text.npy")
@@ -99,16 +103,19 @@ def main() -> None:
         np.save(text, rows, allow_pickle=False)
         print(f"sampled {rows[:, 1:].size:,} tokens in {time.perf_counter() - began:.0f} s: {text}")
     del model
+    stories = Stories(np.load(text, allow_pickle=False), separator)
     run = sl.sparsify(
-        arguments.model, Stories(np.load(text, allow_pickle=False), separator), arguments.out,
+        arguments.model, stories, arguments.out,
         loss="kl", tolerance=0.05, density=arguments.density, closing=arguments.closing, control=True,
         steps=arguments.steps, batch=arguments.batch, lr=arguments.lr, optimizer=arguments.optimizer,
         decay=arguments.decay, seed=arguments.seed,
         evaluate_every=max(1, arguments.steps // 20), evaluate_sequences=256, checkpoint_every=arguments.steps,
         resume=arguments.resume,
     )  # fmt: skip
-    sparse = run.read("evaluation.json")[-1]
-    print("density per layer:", " ".join(f"{share:.2%}" for share in sparse["density_per_layer"]))
+    corpora: dict[str, Batches] = {"heldout": stories}
+    if arguments.unseen:
+        corpora["unseen"] = whole_text(arguments.unseen, tokenizer, length)
+    publish(run, arguments.model, corpora, arguments.json)
 
 
 if __name__ == "__main__":
