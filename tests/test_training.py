@@ -388,6 +388,26 @@ def test_the_returned_state_is_the_sparsest_that_meets_the_target(base, tmp_path
     assert run.read("summary.json")["best_step"] == best["step"]
 
 
+def test_the_best_state_is_written_with_the_checkpoints_and_not_more_often(base, tmp_path, monkeypatch):
+    """Every evaluation may find a better one; before each checkpoint the one it speaks of is on disk."""
+    from sparselens import training
+
+    written, original = [], training.save_checkpoint
+
+    def save(folder, step, tensors, state, **options):
+        written.append((folder.name, step))
+        if folder.name == "checkpoints" and state["best"]["step"] >= 0:
+            assert (folder.parent / "best" / f"step-{state['best']['step']:08d}").is_dir()
+        return original(folder, step, tensors, state, **options)
+
+    monkeypatch.setattr(training, "save_checkpoint", save)
+    run, _ = sparsify(base, tmp_path / "run", evaluate_every=1, checkpoint_every=4, steps=12)
+    best = [step for name, step in written if name == "best"]
+    assert len(best) <= 3 and best[-1] == run.read("summary.json")["best_step"]
+    found = [line for line in Metrics.read(run.path) if "heldout_loss" in line]
+    assert len(found) == 12
+
+
 def test_the_budget_is_kept_and_the_best_loss_within_it_returned(base, tmp_path):
     """The density ends within its budget, every layer is reported, and no better state was passed over."""
     options = {"density": 0.2, "steps": 150, "evaluate_every": 10, "evaluate_sequences": 8, "batch": 8, "bias_lr": 0.1}

@@ -34,14 +34,14 @@ def save_checkpoint(
 ) -> Path:
     """Publish `folder/step-N` atomically and drop all but the newest ones, and the steps in `also`.
 
-    A full disk costs only the new one. The main process writes state.safetensors; where tensors are split over several
-    processes (FSDP2), each writes its rows of them beside it.
+    tensors: `processes.own_part` of them. A full disk costs only the new one. The main process writes
+    state.safetensors; where tensors are split over several processes (FSDP2), each writes its rows of them beside it.
     """
     final = folder / _name(step)
     try:
         with whole_folder(final) if processes.is_main() else nullcontext(fresh_name(final)) as fresh:
             processes.on_main(fresh.mkdir)
-            digest = processes.together(lambda: _write_part(fresh, processes.own_part(tensors)))
+            digest = processes.together(lambda: _write_part(fresh, tensors))
             sums = {_part(process): its for process, its in processes.gather_checksums(digest).items()}
             processes.on_main(lambda: _write_rest(fresh, state, sums))
     except OSError as error:
@@ -63,7 +63,7 @@ def save_checkpoint(
     return final
 
 
-def _write_part(folder: Path, tensors: "dict[str, Tensor]") -> str:
+def _write_part(folder: Path, tensors: "Mapping[str, Tensor]") -> str:
     """Write what is this process' to write; returns the checksum, or nothing where nothing is."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file

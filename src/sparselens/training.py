@@ -83,6 +83,7 @@ class Stage:
     say: Callable[[str], None] = print
     show_progress: bool = True
     runner: nn.Module | None = None  # set by `train`: the model, with DDP around it where there are several processes
+    kept: dict[str, Tensor] | None = None  # the best state so far, until the next checkpoint writes it
 
 
 def train(stage: Stage, resume: bool = False) -> Best:
@@ -293,10 +294,7 @@ def evaluate(
         # A budget is judged by what text costs, whatever it was trained on; a constraint by what it constrains.
         judged = by_text if isinstance(stage.constraint, Budget) else (loss, margin)
         progress.best = Best(progress.step, judged[0], density, stage.constraint.met(*judged, density), rank)
-        # The one that a checkpoint speaks of stays: a run resumed from there may yet return it.
-        spoken_of = [found["best"]["step"] for found in checkpoint_states(stage.folder / "checkpoints")]
-        state = {"best": vars(progress.best)}
-        save_checkpoint(stage.folder / "best", progress.step, dict(parameters), state, keep=1, also=spoken_of)
+        stage.kept = {name: p.detach().to("cpu", copy=True) for name, p in processes.own_part(parameters).items()}
     return line
 
 
@@ -381,13 +379,20 @@ def describe(stage: Stage, line: dict[str, Any], rate: float) -> str:
 
 
 def checkpoint(stage: Stage, parameters: dict[str, nn.Parameter], optimizer, progress: Progress) -> None:
+    """Write the state of the run; before it the best state it speaks of, which a killed run would find again."""
+    if stage.kept is not None:
+        # The one that an older checkpoint speaks of stays: a run resumed from there may yet return it.
+        spoken_of = [found["best"]["step"] for found in checkpoint_states(stage.folder / "checkpoints")]
+        best = {"best": vars(progress.best)}
+        save_checkpoint(stage.folder / "best", progress.best.step, stage.kept, best, keep=1, also=spoken_of)
+        stage.kept = None
     tensors: dict[str, Tensor] = {f"model.{name}": p for name, p in parameters.items()}
     for name, p in parameters.items():
         tensors |= {f"adam.{name}.{key}": value for key, value in optimizer.state.get(p, {}).items()}
     state = vars(progress) | {"best": vars(progress.best)}
     if stage.constraint:
         state["constraint"] = stage.constraint.state()
-    save_checkpoint(stage.folder / "checkpoints", progress.step, tensors, state)
+    save_checkpoint(stage.folder / "checkpoints", progress.step, processes.own_part(tensors), state)
 
 
 def restore(stage: Stage, parameters: dict[str, nn.Parameter], optimizer) -> Progress | None:

@@ -340,7 +340,7 @@ def checkpoint(stage: Stage, progress: Progress) -> None:
     tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in stage.learner.state_dict().items()}
     for name, parameter in stage.learner.named_parameters():
         tensors |= {f"adam.{name}.{key}": value for key, value in stage.optimizer.state.get(parameter, {}).items()}
-    save_checkpoint(stage.run.path / "checkpoints", progress.step, tensors, vars(progress))
+    save_checkpoint(stage.run.path / "checkpoints", progress.step, processes.own_part(tensors), vars(progress))
 
 
 def restore(stage: Stage) -> Progress | None:
