@@ -2,7 +2,7 @@
 
 Memory   = weights (of the model in training and of the base it is compared with), gradients, Adam's moments, and what
            one micro-batch keeps: counted, not guessed (dry_run.py). `sharded` (FSDP2) divides all but the last by the
-           GPUs and adds what is gathered while it computes.
+           GPUs and adds what is gathered while it computes. On a CPU the best state so far comes on top.
 Time     = tokens / (tokens per second and GPU * GPUs), or communication where that takes longer. The rate is given,
            measured on this machine, or, for an H200 and for GPUs that are not here, worked out from counted work.
 Disk     = checkpoints, the best state, models, tokenised text.
@@ -237,6 +237,7 @@ class Job:
             "Adam": 8 * step.trained / share,
             "activations": activations,
             "gathered": gathered,
+            "best state": 0.0 if self.gpu else 4 * step.trained,  # until it is written, beside a GPU
             "process": PROCESS,
         }
 
