@@ -4,8 +4,8 @@
         --unseen other.txt --out runs/gemma3-270m --json results/gemma3-270m.json
 
 MODEL: a folder, google/gemma-3-270m or a .gguf file. Five layers of six see the last 512 tokens alone. Logits are the
-largest thing in memory (256 MiB a sequence in bf16, several times over), hence 16 sequences at a time. A
-learning rate of 6e-4 throws it off; 1e-4 does not. Published (docs/results.md): --steps 800 --batch 64
+largest thing in memory (256 MiB a sequence in bf16, several times over), hence few sequences at a time (16
+by default). A learning rate of 6e-4 throws it off; 1e-4 does not. Published (docs/results.md): --steps 800 --batch 64
 --micro-batch 32, 10 minutes of an H200 for the pair.
 """
 

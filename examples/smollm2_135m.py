@@ -27,7 +27,7 @@ def main(description: str | None = __doc__, **defaults: Any) -> None:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--data", nargs="+", required=True)
-    parser.add_argument("--heldout", nargs="+", default=[])
+    parser.add_argument("--heldout", nargs="+", required=True)
     parser.add_argument("--unseen", nargs="+", default=[], help="text of another kind, for the report alone")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--density", type=float, default=0.005)
@@ -41,23 +41,24 @@ def main(description: str | None = __doc__, **defaults: Any) -> None:
     parser.add_argument("--resume", action="store_true")
     parser.set_defaults(**defaults)
     arguments = parser.parse_args()
+    tokenizer = sl.load(arguments.model)[1]  # text that cannot be read is noticed before the training, not after it
+    texts = (("heldout", arguments.heldout), ("unseen", arguments.unseen))
+    corpora = {name: whole_text(files, tokenizer, arguments.length) for name, files in texts if files}
     run = sl.sparsify(
         arguments.model, arguments.data, arguments.out, heldout=tuple(arguments.heldout), heldout_tokens=1 << 20,
         control=True, density=arguments.density, steps=arguments.steps, batch=arguments.batch,
         micro_batch=arguments.micro_batch, lr=arguments.lr, length=arguments.length,
         seed=arguments.seed, resume=arguments.resume,
     )  # fmt: skip
-    tokenizer = sl.load(run.path)[1]
-    texts = (("heldout", arguments.heldout), ("unseen", arguments.unseen))
-    corpora = {name: whole_text(files, tokenizer, arguments.length) for name, files in texts if files}
     publish(run, arguments.model, corpora, arguments.json)
 
 
 def whole_text(files: list[str], tokenizer: Any, length: int) -> Batches:
-    """Text to measure on, all of it."""
+    """Text to measure on: all of it, up to a million tokens."""
+    most = 1 << 20
     return TextBatches(
-        files, tokenizer, length, cache=Path(".sparselens-cache"), need=1 << 40, heldout_patterns=files,
-        heldout_tokens=1 << 20,
+        files, tokenizer, length, cache=Path(".sparselens-cache"), need=most, heldout_patterns=files,
+        heldout_tokens=most,
     )  # fmt: skip
 
 

@@ -94,6 +94,9 @@ def main() -> None:
     text = arguments.text or arguments.out.with_name(arguments.out.name + "-text.npy")
     model, tokenizer = sl.load(arguments.model)
     length, separator = dimensions(model.config).max_tokens, separator_id(tokenizer)
+    corpora: dict[str, Batches] = {}
+    if arguments.unseen:
+        corpora["unseen"] = whole_text(arguments.unseen, tokenizer, length)
     if not text.is_file():
         began = time.perf_counter()
         cuda = torch.cuda.is_available()
@@ -112,10 +115,7 @@ def main() -> None:
         evaluate_every=max(1, arguments.steps // 20), evaluate_sequences=256, checkpoint_every=arguments.steps,
         resume=arguments.resume,
     )  # fmt: skip
-    corpora: dict[str, Batches] = {"heldout": stories}
-    if arguments.unseen:
-        corpora["unseen"] = whole_text(arguments.unseen, tokenizer, length)
-    publish(run, arguments.model, corpora, arguments.json)
+    publish(run, arguments.model, {"heldout": stories} | corpora, arguments.json)
 
 
 if __name__ == "__main__":

@@ -156,10 +156,14 @@ def test_tokens_are_cached_and_the_cache_follows_the_file(tmp_path, monkeypatch)
     assert calls
 
 
-def test_interrupted_tokenisation_goes_on(tmp_path, monkeypatch):
+@pytest.mark.parametrize("files", [1, 3])
+def test_interrupted_tokenisation_goes_on(tmp_path, monkeypatch, files):
     """Killed after any number of pieces, the cache ends up the same as without interruption."""
     monkeypatch.setattr(data_module, "SHARD", 100)
-    path = write(tmp_path, "txt")
+    for i in range(files):
+        (tmp_path / str(i)).mkdir()
+        write(tmp_path / str(i), "txt", documents(60 - 20 * i, seed=i))
+    path = str(tmp_path / "[0-9]" / "*.txt")
     expected = batches(path, tmp_path, cache=tmp_path / "whole").cache.shards("train")
     original = data_module.read_documents
 
@@ -204,9 +208,22 @@ def test_several_files_are_read_in_proportion(tmp_path, monkeypatch):
     assert words.count("w2") == pytest.approx(words.count("w1") / 10, abs=1.5) and words.count("w2") > 1
 
 
+@pytest.mark.parametrize("files", [2, 4, 5])
+def test_held_out_text_comes_from_all_files(tmp_path, files):
+    """Also when documents of one length make the files take strict turns."""
+    for i in range(files):
+        (tmp_path / f"{i}.jsonl").write_text((json.dumps({"text": f"w{i} w40 w41"}) + "\n") * 400)
+    cache = TokenCache.build(
+        [str(tmp_path / "*.jsonl")], tiny_tokenizer(), tmp_path / "cache", need=10**6, heldout=10**6, progress=False
+    )
+    words = tiny_tokenizer().decode(np.concatenate(cache.shards("heldout"))).split()
+    counts = [words.count(f"w{i}") for i in range(files)]
+    assert sum(counts) == files * 20 and min(counts) >= 8
+
+
 def test_of_many_files_few_are_open(tmp_path, monkeypatch):
     for i in range(50):
-        (tmp_path / f"{i}.jsonl").write_text("".join(json.dumps({"text": f"{i} {j}"}) + "\n" for j in range(3)))
+        (tmp_path / f"{i:02d}.jsonl").write_text("".join(json.dumps({"text": f"{i} {j}"}) + "\n" for j in range(3)))
     sources = [[str(path), *data_module._stamp(path)] for path in find_files([str(tmp_path)])]
     original, now, most = data_module.read_documents, 0, 0
 
@@ -220,6 +237,8 @@ def test_of_many_files_few_are_open(tmp_path, monkeypatch):
     monkeypatch.setattr(data_module, "read_documents", counted)
     found = [text for text, _ in data_module._documents(sources, "text")]
     assert sorted(found) == sorted(f"{i} {j}" for i in range(50) for j in range(3)) and most == data_module.LANES
+    early = [int(text.split()[0]) for text in found[:32]]
+    assert sum(i < 25 for i in early) == 16, "the first files are not read before the last ones"
 
 
 def test_only_as_much_text_as_needed_is_tokenised(tmp_path):

@@ -391,8 +391,9 @@ def test_the_returned_state_is_the_sparsest_that_meets_the_target(base, tmp_path
 def test_the_best_state_is_written_with_the_checkpoints_and_not_more_often(base, tmp_path, monkeypatch):
     """Every evaluation may find a better one; before each checkpoint the one it speaks of is on disk."""
     from sparselens import training
+    from sparselens.checkpoints import load_checkpoint
 
-    written, original = [], training.save_checkpoint
+    written, original, evaluate, then = [], training.save_checkpoint, training.evaluate, {}
 
     def save(folder, step, tensors, state, **options):
         written.append((folder.name, step))
@@ -400,10 +401,19 @@ def test_the_best_state_is_written_with_the_checkpoints_and_not_more_often(base,
             assert (folder.parent / "best" / f"step-{state['best']['step']:08d}").is_dir()
         return original(folder, step, tensors, state, **options)
 
+    def noted(stage, progress, parameters, *rest):
+        then[progress.step] = {name: p.detach().clone() for name, p in parameters.items()}
+        return evaluate(stage, progress, parameters, *rest)
+
     monkeypatch.setattr(training, "save_checkpoint", save)
+    monkeypatch.setattr(training, "evaluate", noted)
+    monkeypatch.setattr(training.Budget, "rank", lambda self, loss, margin, density: [abs(len(then) - 7)])  # the 7th
     run, _ = sparsify(base, tmp_path / "run", evaluate_every=1, checkpoint_every=4, steps=12)
     best = [step for name, step in written if name == "best"]
-    assert len(best) <= 3 and best[-1] == run.read("summary.json")["best_step"]
+    assert best == [4, 7] and run.read("summary.json")["best_step"] == 7
+    saved = load_checkpoint(run.path / "best")[0]
+    assert all(torch.equal(saved[name], value) for name, value in then[7].items())
+    assert any(not torch.equal(saved[name], value) for name, value in then[8].items())
     found = [line for line in Metrics.read(run.path) if "heldout_loss" in line]
     assert len(found) == 12
 

@@ -47,8 +47,10 @@ class AttentionPatcher:
         self.shape = (d.n_layers, d.n_heads, tokens, tokens)
         pairs = [allowed_pairs(tokens, tokens, window=part.window)[0] for part in decoder.parts]
         self.possible = torch.stack(pairs).expand(self.shape).numpy()
-        # Patterns of every layer, several copies of each in the backward pass.
-        self.at_once = max(1, int(memory_mb * 2**20 / (40 * d.n_layers * d.n_heads * tokens**2 + 4e5)))
+        # Patterns of every layer, several copies of each in the backward pass; logits in fp64, likewise.
+        patterns = 40 * d.n_layers * d.n_heads * tokens**2 + 4e5
+        logits = 60 * self.prompts.position.shape[1] * decoder.config.vocab_size
+        self.at_once = max(1, int(memory_mb * 2**20 / (patterns + logits)))
 
     def run(self, masks: "np.ndarray | Tensor", progress: Callable[[int], None] = lambda n: None) -> Tensor:
         """The metric of every circuit on every prompt: masks [circuits, layer, head, query, key] -> [circuits, n].

@@ -13,6 +13,7 @@ import hashlib
 import io
 import itertools
 import json
+import random
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 PIECES_AT_ONCE = 32  # to tokenise
 SHARD = 1 << 24  # tokens per cache file
-HELDOUT_EVERY = 20  # every 20th document is kept from training until there is enough held-out text
+HELDOUT_EVERY = 20  # one document in 20 is kept from training until there is enough held-out text
 LANES = 16  # files read side by side
 ROOM = 40  # sequences read at least, so that a tenth of them is some
 
@@ -188,14 +189,16 @@ def _stamp(path: Path) -> list[int]:
 
 
 def _documents(sources: list, field: str) -> Iterator[tuple[str, bool]]:
-    """Documents of all sources in turn, each in proportion to its size: however little is read, it is a fair mix.
+    """Documents of all sources in turn, each in proportion to its size on disk: a short run sees a fair mix, too.
 
-    Many files are read in `LANES` rows of files, so that few are open at a time. A dataset, whose size is not known,
-    counts as much as the average file.
+    Many files are read in `LANES` rows of neighbours, one after another in each row, so that few are open at a time.
+    A dataset, whose size is not known, counts as much as the average file. Documents stay whole: a .txt file without
+    separators is one.
     """
     sizes = [stamp[0] for _, *stamp in sources if stamp]
     average = sum(sizes) / len(sizes) if sizes else 1
-    lanes = [sources[i::LANES] for i in range(min(LANES, len(sources)))]
+    n = min(LANES, len(sources))
+    lanes = [sources[len(sources) * i // n : len(sources) * (i + 1) // n] for i in range(n)]
     size = [sum(stamp[0] if stamp else average for _, *stamp in lane) for lane in lanes]
     streams = [itertools.chain.from_iterable(_read(*source, field=field) for source in lane) for lane in lanes]
     read = [0.0] * len(lanes)  # share of each
@@ -237,6 +240,12 @@ def _encoded(pieces: Iterator[tuple[str, bool]], tokenizer) -> Iterator[tuple[li
         yield from zip(ids, (fresh for _, fresh in batch), strict=True)
 
 
+def _is_heldout(document: int) -> bool:
+    """One in every HELDOUT_EVERY, at a place drawn anew each time: files that take turns all have their share."""
+    block, place = divmod(document, HELDOUT_EVERY)
+    return place == random.Random(block).randrange(HELDOUT_EVERY)
+
+
 def _tokenise(patterns, tokenizer, folder: Path, index: dict, need, heldout, field, progress) -> None:
     from tqdm import tqdm
 
@@ -268,7 +277,7 @@ def _tokenise(patterns, tokenizer, folder: Path, index: dict, need, heldout, fie
             if fresh:
                 document += 1
                 wanted = index["tokens"]["heldout"] < heldout
-                part = "heldout" if wanted and document % HELDOUT_EVERY == 0 else "train"
+                part = "heldout" if wanted and _is_heldout(document) else "train"
             tokens = np.asarray([separator, *ids] if fresh else ids, dtype=dtype)
             buffers[part].append(tokens)
             index["tokens"][part] += len(tokens)
@@ -321,7 +330,7 @@ class TextBatches:
         if heldout_patterns:
             apart = TokenCache.build(heldout_patterns, tokenizer, cache, need=heldout_tokens, heldout=0, **options)  # type: ignore
             rows = self._rows(apart.shards("train"))
-            # Several files lie one after another, and the first sequences steer: all kinds of text should.
+            # The first sequences steer: all kinds of text should, also where it is one long document after another.
             self._heldout = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
             self.sources = {"train": self.cache.index["sources"], "heldout": apart.index["sources"]}
         else:

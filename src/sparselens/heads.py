@@ -72,7 +72,7 @@ def token_edges(model: nn.Module, prompts: Prompts, at_once: int = 16, most: int
     weight = torch.zeros_like(share)
     for first in range(0, len(chosen), at_once):
         ids = chosen.clean[first : first + at_once]
-        output = model(input_ids=ids, use_cache=False, output_attentions=True, gate_output="pattern")
+        output = model(input_ids=ids, use_cache=False, output_attentions=True, gate_output="pattern", logits_to_keep=1)
         pattern = torch.stack(output.attentions).double().cpu()  # [layers, batch, heads, queries, keys]
         share += (pattern > 0).double().sum(1)
         weight += pattern.sum(1)

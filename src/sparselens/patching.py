@@ -21,6 +21,7 @@ from .tasks.prompts import Prompts
 
 Ablation = Literal["corrupted", "mean", "zero"]
 TOLERANCE = 1e-4  # of the largest logit
+PROMPTS_AT_ONCE = 32  # through the model itself
 LOGIT = 28  # bytes: a logit, the same in fp64, its log-probability and probability
 
 
@@ -103,27 +104,20 @@ class Patcher:
         device = next(decoder.model.parameters()).device
         self.decoder, self.prompts, self.ablation = decoder, prompts.to(device), ablation
         self.memory = memory_mb * 2**20
-        wanted = self._ask_model()
+        self.clean, self.corrupted = (self._embeddings(ids) for ids in (self.prompts.clean, self.prompts.corrupted))
         self._base = self._prepare_base()
-        self.m_model, self.m_nothing, self.checks = self._check(wanted)
+        self.m_model, self.m_nothing, self.checks = self._check()
         # All processes have computed these; from here on they compare with the very same numbers.
         self.m_model, self.m_nothing = processes.mean(self.m_model), processes.mean(self.m_nothing)
 
-    def _ask_model(self, at_once: int = 32) -> tuple[Tensor, Tensor]:
-        """The model's own logits at the reads, clean and corrupted [n, reads, vocabulary]; keeps its embeddings."""
-        embeddings, logits = [], []
-        for ids in (self.prompts.clean, self.prompts.corrupted):
-            parts = []
-            for first in range(0, len(ids), at_once):
-                part = self.prompts.take(slice(first, first + at_once))
-                run = start(self.decoder.model, ids[first : first + at_once], at=part.positions)
-                assert run.logits is not None
-                self.decoder.rotations = run.rotations
-                parts.append((run.embedding, part.at_reads(run.logits, part.positions)))
-            embeddings.append(torch.cat([embedding for embedding, _ in parts]))
-            logits.append(torch.cat([at_reads for _, at_reads in parts]))
-        self.clean, self.corrupted = embeddings
-        return logits[0], logits[1]
+    def _embeddings(self, ids: Tensor) -> Tensor:
+        """What the model feeds its first block."""
+        parts = []
+        for some in ids.split(PROMPTS_AT_ONCE):
+            run = start(self.decoder.model, some, logits=False)
+            self.decoder.rotations = run.rotations
+            parts.append(run.embedding)
+        return torch.cat(parts)
 
     def _prepare_base(self) -> Trace | None:
         """The base of all prompts, where it is worth keeping; None: made again for every batch."""
@@ -200,22 +194,34 @@ class Patcher:
         logits = self.decoder.unembed(prompts.at_reads(hidden))
         return logits, prompts.score(logits.double()).cpu()
 
-    def _check(self, wanted: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, float]]:
+    def _check(self) -> tuple[Tensor, Tensor, dict[str, float]]:
         """Metrics of the full and of the empty circuit, both compared with the model's own logits."""
         c = self.decoder.components
         full = torch.from_numpy(c.possible).float()[None]
-        n = max(1, min(len(self.prompts), int(self.memory / self._bytes(1, c.n_writers))))
+        n = max(1, min(PROMPTS_AT_ONCE, int(self.memory / self._bytes(1, c.n_writers))))
         metrics, checks = [], {}
-        for name, masks, own in (("full", full, wanted[0]), ("empty", torch.zeros_like(full), wanted[1])):
-            logits, scores = zip(*(self._logits(masks, some) for some in self._parts(n)), strict=True)
-            metrics.append(torch.cat(scores, 1)[0])
+        for name, masks, ids in (
+            ("full", full, self.prompts.clean),
+            ("empty", torch.zeros_like(full), self.prompts.corrupted),
+        ):
+            scores, errors = [], []
+            for some in self._parts(n):
+                logits, score = self._logits(masks, some)
+                scores.append(score[0])
+                errors.append(self._errors(logits[0], ids[some], self.prompts.take(some)))
+            metrics.append(torch.cat(scores))
             if name == "full" or self.ablation == "corrupted":
-                checks[name] = self._compare(name, torch.cat(logits, 1)[0], own)
+                checks[name] = self._judge(name, torch.cat(errors))
         return metrics[0], metrics[1], checks
 
-    def _compare(self, name: str, logits: Tensor, own: Tensor) -> float:
-        used = self.prompts.used[..., None]
-        error = ((logits - own) * used).abs().amax((1, 2)) / (own * used).abs().amax((1, 2))
+    def _errors(self, logits: Tensor, ids: Tensor, prompts: Prompts) -> Tensor:
+        """[n] distance of these logits from the model's own on these tokens, in units of its largest."""
+        own = prompts.at_reads(start(self.decoder.model, ids, at=prompts.positions).logits, prompts.positions)  # type: ignore[arg-type]
+        used = prompts.used[..., None]
+        return ((logits - own) * used).abs().amax((1, 2)) / (own * used).abs().amax((1, 2))
+
+    def _judge(self, name: str, error: Tensor) -> float:
+        """The largest error; ValueError where it is too large."""
         # A gate within rounding of its threshold may open here and close there: a few prompts may differ.
         allowed = len(error) // 10 if self.decoder.gates is not None else 0
         worst = float(error.sort().values[len(error) - 1 - allowed])

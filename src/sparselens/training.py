@@ -94,6 +94,7 @@ def train(stage: Stage, resume: bool = False) -> Best:
 
     settings, model, folder = stage.settings, stage.model, stage.folder
     folder.mkdir(parents=True, exist_ok=True)
+    stage.kept = None
     precision = precision_of(settings.precision)
     tracker = None if settings.tracker == "none" else settings.tracker
     AcceleratorState._reset_state()  # accelerate remembers the first precision it saw; each stage has its own
