@@ -43,7 +43,7 @@ class Training:
     """Share of the steps, at the end, in which the learning rates fall to a twentieth."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: orthogonalised momentum for the matrices inside the blocks, AdamW for the rest. Learns several times faster
-    from random weights."""
+    from random weights. It multiplies in bf16, which most CPUs are slow at."""
     weight_decay: float = 0.0
     """Weight decay (never applied to gate biases; with muon: to the matrices it moves)."""
     clip: float = 1.0
