@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,14 +34,13 @@ from sparselens.scoring import (
 from sparselens.sites import Dimensions, mlp_width
 from sparselens.tasks import Pair, Task
 
+QUIET = {"say": lambda text: None}
+
 
 def large_vocabulary(size: int):
     model = tiny_model("llama")
     model.resize_token_embeddings(size)
     return model
-
-
-QUIET = {"say": lambda text: None}
 
 
 def gated(family: str, bias: float = 0.3):
@@ -210,10 +210,15 @@ def test_logits_are_made_where_they_are_read_alone():
     seen = []
     model.lm_head.register_forward_hook(lambda _, inputs, output: seen.append(output.shape[-2]))
     whole = prompts.at_reads(model(input_ids=prompts.clean).logits)
-    assert torch.allclose(HeadPatcher(model, prompts)._logits(prompts.clean, prompts), whole, atol=1e-5)
+    assert torch.allclose(prompts.ask(model, prompts.clean), whole, atol=1e-5)
+    mixed = replace(prompts, position=torch.tensor([[3, 7], [7, 3], [0, 11], [5, 5], [2, 3], [11, 0]]))
+    whole = mixed.at_reads(model(input_ids=prompts.clean).logits)
+    assert torch.allclose(mixed.ask(model, prompts.clean), whole, atol=1e-5)
+    seen.clear()
     answered(model, prompts)
     Patcher(Decoder(model), prompts)
-    assert seen[0] == 12 and max(seen[1:]) <= len(prompts.positions) < 12
+    HeadPatcher(model, prompts).run([[]])
+    assert seen and max(seen) == 2
 
 
 def test_memory_at_real_sizes():

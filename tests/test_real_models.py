@@ -25,19 +25,8 @@ def test_recipe(name, tmp_path, monkeypatch, capsys):
         documents = [" ".join(f"w{(i * k) % 60}" for i in range(words)) for k in range(1, 60)]
         Path(f"{part}.txt").write_text("\n<|endoftext|>\n".join(documents))
     sl.save(tiny_model("gemma3_text" if "gemma" in name else "llama"), tiny_tokenizer(), tmp_path / "model")
-    command = [
-        "model",
-        "--out",
-        "run",
-        "--steps",
-        "4",
-        "--batch",
-        "2",
-        "--unseen",
-        "unseen.txt",
-        "--json",
-        "found.json",
-    ]
+    report = ["--unseen", "unseen.txt", "--json", "found.json"]
+    command = ["model", "--out", "run", "--steps", "4", "--batch", "2", *report]
     if name == "stories15m":
         command += ["--tokens", "8000"]
     else:

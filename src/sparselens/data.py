@@ -155,8 +155,8 @@ def _fingerprint(patterns, tokenizer, need, heldout, field) -> tuple[str, list]:
         else:
             sources.append([pattern])
     words = json.dumps([sorted(tokenizer.get_vocab().items()), separator_id(tokenizer), _rules(tokenizer)])
-    order = [PIECE, SHARD] + [LANES] * (len(sources) > 1)
-    text = json.dumps([sources, hashlib.sha256(words.encode()).hexdigest(), need, heldout, field, *order])
+    order = [PIECE, SHARD, LANES, HELDOUT_EVERY]
+    text = json.dumps([sources, hashlib.sha256(words.encode()).hexdigest(), need, heldout, field, order])
     return hashlib.sha256(text.encode()).hexdigest()[:16], sources
 
 

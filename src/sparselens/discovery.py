@@ -39,7 +39,6 @@ from .heads import HeadPatcher, token_edges
 from .huggingface import is_gated
 from .memory import estimate_memory
 from .patching import Patcher
-from .record import start
 from .scoring import MOST_EXACT, eap, exact
 from .sites import base_model, dimensions, mlp_width
 from .tasks.prompts import Prompts, build
@@ -136,8 +135,7 @@ def answered(model: nn.Module, prompts: Prompts, at_once: int = 32) -> torch.Ten
     right = []
     for first in range(0, len(prompts), at_once):
         part = prompts.take(slice(first, first + at_once)).to(device)
-        found = start(model, part.clean, at=part.positions).logits
-        logits = part.at_reads(found, part.positions)  # type: ignore[arg-type]
+        logits = part.ask(model, part.clean)
         right.append(part.correct(part.score(logits), logits).cpu())
     return torch.cat(right)
 

@@ -106,7 +106,7 @@ class Frozen:
     def __init__(self, model: nn.Module, ids: Tensor):
         self.decoder = Decoder(model)
         self.dims, self.n_tokens, self.ids = self.decoder.dims, len(ids), ids
-        begun = start(model, ids[None], at=torch.tensor([len(ids) - 1], device=ids.device))
+        begun = start(model, ids[None], last=1)
         assert begun.logits is not None
         self.decoder.rotations = begun.rotations
         self.own_logits = begun.logits[0, -1]

@@ -33,7 +33,7 @@ class HeadPatcher:
         for first in range(0, len(self.prompts), self.at_once):
             part = self.prompts.take(slice(first, first + self.at_once))
             with capture(self.model, layers) as corrupted:
-                self._logits(part.corrupted, part)
+                part.ask(self.model, part.corrupted)
             for i, kept in processes.mine(list(enumerate(sets))):
                 mask = torch.zeros(self.dims.n_layers, self.dims.n_heads, 1, dtype=torch.bool, device=part.clean.device)
                 for layer, head in kept:
@@ -44,15 +44,11 @@ class HeadPatcher:
                     if not mask[layer].all()
                 }
                 with patch(self.model, values):
-                    logits = self._logits(part.clean, part)
+                    logits = part.ask(self.model, part.clean)
                 out[i, first : first + len(part)] = part.score(logits.double()).cpu()
                 if first + len(part) == len(self.prompts):
                     progress(processes.world())
         return processes.total(out)
-
-    def _logits(self, ids: Tensor, part: Prompts) -> Tensor:
-        logits = self.model(input_ids=ids, use_cache=False, logits_to_keep=part.positions).logits
-        return part.at_reads(logits, part.positions)
 
 
 def _keep(mask: Tensor, corrupted: Tensor) -> Callable[[Tensor], Tensor]:

@@ -216,7 +216,7 @@ class Patcher:
 
     def _errors(self, logits: Tensor, ids: Tensor, prompts: Prompts) -> Tensor:
         """[n] distance of these logits from the model's own on these tokens, in units of its largest."""
-        own = prompts.at_reads(start(self.decoder.model, ids, at=prompts.positions).logits, prompts.positions)  # type: ignore[arg-type]
+        own = prompts.ask(self.decoder.model, ids)
         used = prompts.used[..., None]
         return ((logits - own) * used).abs().amax((1, 2)) / (own * used).abs().amax((1, 2))
 

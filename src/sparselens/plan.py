@@ -237,7 +237,7 @@ class Job:
             "Adam": 8 * step.trained / share,
             "activations": activations,
             "gathered": gathered,
-            "best state": 0.0 if self.gpu else 4 * step.trained,  # until it is written, beside a GPU
+            "best state": 0.0 if self.gpu else 4 * step.trained,  # always in the CPU's memory
             "process": PROCESS,
         }
 

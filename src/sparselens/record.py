@@ -126,10 +126,10 @@ class _Enough(Exception):
     """Everything asked for has been seen; the rest of the forward pass is not needed."""
 
 
-def start(model: nn.Module, ids: Tensor, logits: bool = True, at: Tensor | None = None) -> Start:
+def start(model: nn.Module, ids: Tensor, logits: bool = True, last: int = 0) -> Start:
     """Run the model once and keep what only it knows: embeddings as the blocks get them, rotations, its own logits.
 
-    at: positions to have logits at; all of them by default, which for a large vocabulary is most of the work.
+    last: how many positions to keep logits of, counted from the end; 0 is all of them.
     """
     found: dict[str, Any] = {}
     layers = attention_modules(model)
@@ -152,7 +152,7 @@ def start(model: nn.Module, ids: Tensor, logits: bool = True, at: Tensor | None 
     handles += [m.register_forward_pre_hook(rotation(i), with_kwargs=True) for i, m in enumerate(layers)]
     try:
         with torch.no_grad():
-            found["logits"] = model(input_ids=ids, use_cache=False, logits_to_keep=0 if at is None else at).logits
+            found["logits"] = model(input_ids=ids, use_cache=False, logits_to_keep=last).logits
     except _Enough:
         found["logits"] = None
     finally:

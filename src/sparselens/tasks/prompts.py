@@ -9,11 +9,11 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import Metric, Pair, Task
 from .words import Words, piece
@@ -131,18 +131,20 @@ class Prompts:
     def to(self, device: torch.device | str) -> "Prompts":
         return replace(self, **{name: getattr(self, name).to(device) for name in _TENSORS})
 
-    @cached_property
-    def positions(self) -> Tensor:
-        """Where any of the prompts is read, in order."""
-        return self.position.unique()
+    def at_reads(self, hidden: Tensor) -> Tensor:
+        """[..., n, tokens, d] -> [..., n, reads, d]: the positions the metric looks at."""
+        index = self.position[..., None].expand(*hidden.shape[:-3], *self.position.shape, hidden.shape[-1])
+        return hidden.gather(-2, index)
 
-    def at_reads(self, hidden: Tensor, positions: Tensor | None = None) -> Tensor:
-        """[..., n, tokens, d] -> [..., n, reads, d]: the positions the metric looks at.
+    @torch.no_grad()
+    def ask(self, model: nn.Module, ids: Tensor) -> Tensor:
+        """The model's logits at the reads [n, reads, vocabulary], on the clean or the corrupted tokens.
 
-        positions: those that `hidden` has, where it is not all of them.
+        None are made anywhere else: with a large vocabulary they would be most of the work.
         """
-        index = self.position if positions is None else torch.searchsorted(positions, self.position)
-        return hidden.gather(-2, index[..., None].expand(*hidden.shape[:-3], *index.shape, hidden.shape[-1]))
+        positions, where = self.position.unique(return_inverse=True)
+        logits = model(input_ids=ids, use_cache=False, logits_to_keep=positions).logits
+        return logits.gather(1, where[..., None].expand(*where.shape, logits.shape[-1]))
 
     def score(self, logits: Tensor) -> Tensor:
         """The metric of every prompt: [..., n, reads, vocabulary] at the reads -> [..., n]."""
