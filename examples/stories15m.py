@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("model", help="folder or Hugging Face name of the stories15m model")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--text", type=Path, help="file for the sampled tokens; an existing one is used again")
-    parser.add_argument("--tokens", type=int, default=23_000_000)
+    parser.add_argument("--tokens", type=int, default=82_500_000, help="as many as training takes: none twice")
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--closing", type=float, default=0.2)
     parser.add_argument("--steps", type=int, default=2000)
