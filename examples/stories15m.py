@@ -7,7 +7,7 @@
 3. print base, control and sparse on stories that neither training nor selection has seen, and on text that is no story
    at all (--unseen)
 
-The stories fit the context, so every sequence has all its pairs and densities compare. On a CPU try
+A story that ends before the context does is followed by the next one, which does not see it. On a CPU try
 `--tokens 200000 --steps 50 --batch 8`.
 """
 

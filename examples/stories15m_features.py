@@ -1,4 +1,4 @@
-"""Features of the TinyStories model and of its sparse version, and one prompt traced through both (figure 4).
+"""Features of the TinyStories model and of its sparse version, and three prompts traced through both (figure 4).
 
     python examples/stories15m_features.py MODEL SPARSE_RUN --text tokens.npy --out runs/stories15m-features
 
