@@ -316,6 +316,26 @@ def test_compare_is_paired_and_brings_the_control(tmp_path):
     assert [path.read_bytes() for path in paths] == [path.read_bytes() for path in again]
 
 
+@pytest.mark.parametrize("n_tasks", [1, 2, 4])
+def test_nothing_in_figure_2_is_cut_off(n_tasks, tmp_path, monkeypatch):
+    from sparselens import figures_circuits
+
+    curve = {"edges": [0, 10, 200_000], "effect": [0.0, 0.5, 1.0], "low": [0.0, 0.4, 1.0], "high": [0.0, 0.6, 1.0]}
+    model = {"curve": curve, "n_edges": 200_000}
+    row = {"models": {role: model | {"attention_edges": model} for role in ("dense", "sparse")}}
+    figures = []
+    monkeypatch.setattr(figures_circuits, "_save", lambda figure, path: figures.append(figure))
+    comparison = {"tasks": {f"greater-than-{i}": row for i in range(n_tasks)}}
+    figures_circuits.draw_figure2(comparison, tmp_path, "", "png", 0.9)
+    assert len(figures) == 2
+    for figure in figures:
+        figure.canvas.draw()
+        boxes = [part.get_window_extent() for axis in figure.axes for part in (axis.xaxis.label, axis.title)]
+        assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0 for box in boxes)
+        labels = [axis.xaxis.label.get_window_extent() for axis in figure.axes]
+        assert all(left.x1 < right.x0 for left, right in zip(labels, labels[1:], strict=False))
+
+
 @pytest.mark.parametrize("n_edges", [30, 3000])
 def test_figure_3_at_both_ends(n_edges, tmp_path):
     from sparselens.circuit import Components

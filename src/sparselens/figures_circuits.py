@@ -68,7 +68,7 @@ def by_token(comparison: dict[str, Any]) -> dict[str, Any]:
         task: {
             "models": {role: model["attention_edges"] for role, model in row["models"].items()},
             "thresholds": row.get("attention_edges", {}),
-            "edges": "Attention Edges Kept (head, query, key)",
+            "edges": "Attention Edges Kept\n(head, query, key)",
         }
         for task, row in comparison["tasks"].items()
     }
