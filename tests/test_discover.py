@@ -1,5 +1,6 @@
 """Circuits of real (tiny) models: the pieces are the model, scores are derivatives, and the whole walk."""
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -333,7 +334,7 @@ def test_nothing_in_figure_2_is_cut_off(n_tasks, tmp_path, monkeypatch):
         boxes = [part.get_window_extent() for axis in figure.axes for part in (axis.xaxis.label, axis.title)]
         assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0 for box in boxes)
         labels = [axis.xaxis.label.get_window_extent() for axis in figure.axes]
-        assert all(left.x1 < right.x0 for left, right in zip(labels, labels[1:], strict=False))
+        assert all(left.x1 < right.x0 for left, right in itertools.pairwise(labels))
 
 
 @pytest.mark.parametrize("n_edges", [30, 3000])
