@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from sparselens.demo import demo
-from sparselens.run import provenance, write_json
+from sparselens.demo.walk import demo
+from sparselens.runs.run import provenance, write_json
 
 KEYS = (
     "dense_exact", "sparse_exact", "density", "edges_open", "edges_total", "edges_per_layer", "multiplier", "seconds",

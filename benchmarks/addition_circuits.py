@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from sparselens import load
+from sparselens.circuits.discover import discover_on, prepare, split
+from sparselens.circuits.faithfulness import THRESHOLDS, multiplier
+from sparselens.circuits.run import Patcher
+from sparselens.circuits.scores import eap, exact
 from sparselens.config import Search
-from sparselens.curve import THRESHOLDS, multiplier
-from sparselens.decoder import Decoder
-from sparselens.discovery import discover_on, prepare, split
-from sparselens.patching import Patcher
-from sparselens.run import provenance, write_json
-from sparselens.scoring import eap, exact
+from sparselens.models.decoder import Decoder
+from sparselens.runs.run import provenance, write_json
 from sparselens.tasks import find
 
 SCORES: dict = {

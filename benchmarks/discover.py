@@ -14,14 +14,14 @@ from pathlib import Path
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from sparselens.circuit import Circuit
-from sparselens.curve import log_sizes
-from sparselens.decoder import Decoder
-from sparselens.memory import PeakMemory, estimate_memory
-from sparselens.patching import Patcher
-from sparselens.run import provenance, write_json
-from sparselens.scoring import eap
-from sparselens.sites import mlp_width
+from sparselens.circuits.circuit import Circuit
+from sparselens.circuits.faithfulness import log_sizes
+from sparselens.circuits.run import Patcher
+from sparselens.circuits.scores import eap
+from sparselens.models.architectures import mlp_width
+from sparselens.models.decoder import Decoder
+from sparselens.models.memory import PeakMemory, estimate_memory
+from sparselens.runs.run import provenance, write_json
 from sparselens.tasks import Pair
 from sparselens.tasks.prompts import Prompts
 

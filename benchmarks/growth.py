@@ -18,23 +18,23 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sparselens.circuit import Circuit
+from sparselens.attribution.trace import trace
+from sparselens.circuits.circuit import Circuit
+from sparselens.circuits.faithfulness import log_sizes
+from sparselens.circuits.run import Patcher
+from sparselens.circuits.scores import eap
 from sparselens.config import Gate, Sparsify, Training, Transcode
-from sparselens.curve import log_sizes
-from sparselens.decoder import Decoder
-from sparselens.huggingface import install_gates
-from sparselens.memory import PeakMemory
-from sparselens.optimizers import make_optimizer
-from sparselens.patching import Patcher
-from sparselens.run import provenance, write_json
-from sparselens.scoring import eap
+from sparselens.models.decoder import Decoder
+from sparselens.models.loading import install_gates
+from sparselens.models.memory import PeakMemory
+from sparselens.runs.run import provenance, write_json
 from sparselens.tasks import Pair
 from sparselens.tasks.prompts import Prompts
-from sparselens.tracing import trace
-from sparselens.training import Stage, loss_and_density
-from sparselens.transcoder import Transcoder
-from sparselens.transcoder_evaluation import observe
-from sparselens.transcoder_training import Learner
+from sparselens.training.loop import Stage, loss_and_density
+from sparselens.training.optimizers import make_optimizer
+from sparselens.transcoders.evaluation import observe
+from sparselens.transcoders.losses import Learner
+from sparselens.transcoders.transcoder import Transcoder
 
 VOCABULARY = 512
 BASE = {"tokens": 64, "layers": 4, "heads": 4, "prompts": 8}

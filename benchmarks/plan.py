@@ -112,7 +112,7 @@ def conclude(rows: list[dict], machine: str, out: Path | None) -> None:
     }
     print("largest error: " + ", ".join(f"{key} {value:.0%}" for key, value in worst.items()))
     if out:
-        from sparselens.run import provenance, write_json
+        from sparselens.runs.run import provenance, write_json
 
         write_json(out, {"machine": machine, "rows": rows, "largest_error": worst, "provenance": provenance()})
 
@@ -122,7 +122,7 @@ def against(path: Path, out: Path | None) -> None:
 
     scale.py keeps no base beside the model, and most of its 7B rows have bfloat16 weights: there only time compares.
     """
-    from sparselens.plan import GIB, plan
+    from sparselens.training.plan import GIB, plan
 
     measured = json.loads(path.read_text())
     cases = []
@@ -160,7 +160,7 @@ def against(path: Path, out: Path | None) -> None:
 
 def paper(length: int = 4096, batch: int = 256, steps: int = 1200, gib: float = 139.0) -> None:
     """Models and clusters nobody measured, from the plan's own arithmetic: the largest micro-batch that fits."""
-    from sparselens.plan import GIB, plan
+    from sparselens.training.plan import GIB, plan
 
     print("| model | trained | GPUs | sequences at once | GiB per GPU | tokens/s | hours | communication / computing |")
     print("|---|---|---|---|---|---|---|---|")
@@ -208,7 +208,7 @@ def configuration(sizes: dict):
 def options(length: int, overrides: dict):
     """(Sparsify, Text) of a short run that evaluates and writes checkpoints, as long ones do."""
     from sparselens.config import Sparsify, Text
-    from sparselens.sparsification import _settings
+    from sparselens.training.sparsify import _settings
 
     heldout = 32 * length
     return _settings(
@@ -218,7 +218,7 @@ def options(length: int, overrides: dict):
 
 
 def planned(sizes: dict, length: int, overrides: dict) -> dict:
-    from sparselens.plan import plan
+    from sparselens.training.plan import plan
 
     settings, text = options(length, overrides)
     with tempfile.TemporaryDirectory() as folder:
@@ -252,8 +252,8 @@ class RandomText:
 def measured(sizes: dict, length: int, overrides: dict) -> dict:
     from transformers import AutoModelForCausalLM
 
-    from sparselens import sparsification
-    from sparselens.run import Metrics, Run
+    from sparselens.runs.run import Metrics, Run
+    from sparselens.training import sparsify as sparsification
 
     settings, text = options(length, overrides)
     torch.randn(64, 64) @ torch.randn(64, 64)

@@ -23,21 +23,21 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, OlmoConfig, OlmoForCausalLM
 
-from sparselens.circuit import Components
+from sparselens.circuits.scores import eap
 from sparselens.config import Sparsify, Training
-from sparselens.constraint import Budget
-from sparselens.decoder import Decoder
-from sparselens.huggingface import NAME
-from sparselens.memory import PeakMemory, estimate_memory
-from sparselens.optimizers import make_optimizer
-from sparselens.run import provenance, write_json
-from sparselens.scoring import eap
-from sparselens.sites import base_model, blocks, mlp_width
-from sparselens.sparsification import _add_gates, _copy
-from sparselens.speed import compiles
+from sparselens.models.architectures import base_model, blocks, mlp_width
+from sparselens.models.component_graph import Components
+from sparselens.models.decoder import Decoder
+from sparselens.models.loading import NAME
+from sparselens.models.memory import PeakMemory, estimate_memory
+from sparselens.runs.run import provenance, write_json
 from sparselens.tasks import Pair
 from sparselens.tasks.prompts import Item, Prompts, Read, collate
-from sparselens.training import Stage, loss_and_density
+from sparselens.training.compilation import compiles
+from sparselens.training.controllers import Budget
+from sparselens.training.loop import Stage, loss_and_density
+from sparselens.training.optimizers import make_optimizer
+from sparselens.training.sparsify import _add_gates, _copy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GIB = 2**30

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparselens.run import provenance, write_json
-from sparselens.transcoder_decoding import Entries, dense_is_faster, entries, write, write_densely
+from sparselens.runs.run import provenance, write_json
+from sparselens.transcoders.decoding import Entries, dense_is_faster, entries, write, write_densely
 
 
 def main() -> None:

@@ -18,10 +18,10 @@ import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from sparselens.config import Training
-from sparselens.data import TextBatches, separator_id
-from sparselens.huggingface import save
-from sparselens.sparsification import steering_count
-from sparselens.training import Stage, train
+from sparselens.data.batches import TextBatches, separator_id
+from sparselens.models.loading import save
+from sparselens.training.loop import Stage, train
+from sparselens.training.sparsify import steering_count
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import sparselens as sl
-from sparselens.figures import BLUE, GREY
-from sparselens.figures_circuits import ORANGE
-from sparselens.run import Run, provenance, write_json
+from sparselens.reporting.figures.circuits import ORANGE
+from sparselens.reporting.figures.flow import BLUE, GREY
+from sparselens.runs.run import Run, provenance, write_json
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -13,8 +13,8 @@ import torch
 from tqdm import tqdm
 
 import sparselens as sl
-from sparselens.data import separator_id
-from sparselens.sites import dimensions
+from sparselens.data.batches import separator_id
+from sparselens.models.architectures import dimensions
 
 
 def main() -> None:

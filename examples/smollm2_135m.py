@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 import sparselens as sl
-from sparselens.data import Batches, TextBatches
-from sparselens.evaluate import measure
-from sparselens.run import Run, write_json
-from sparselens.sparsification import report_slice
+from sparselens.data.batches import Batches, TextBatches
+from sparselens.runs.run import Run, write_json
+from sparselens.training.measure import measure
+from sparselens.training.sparsify import report_slice
 
 
 def main(description: str | None = __doc__, **defaults: Any) -> None:

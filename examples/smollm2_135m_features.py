@@ -13,7 +13,7 @@ import torch
 from stories15m_features import train_and_trace
 
 from sparselens.config import Transcode
-from sparselens.data import TextBatches
+from sparselens.data.batches import TextBatches
 
 # With the separator in front, as documents begin in training: without it the base says "small" at 0.13 instead of 0.74.
 PROMPTS = {

@@ -21,14 +21,14 @@ from smollm2_135m import publish, whole_text
 from torch import Tensor
 
 import sparselens as sl
-from sparselens.data import Batches, separator_id
-from sparselens.sites import dimensions
+from sparselens.data.batches import Batches, separator_id
+from sparselens.models.architectures import dimensions
 
 HELDOUT = 2048  # stories kept from training
 
 
 class Stories:
-    """Rows of sampled tokens as numbered sequences (see `sparselens.data.Batches`)."""
+    """Rows of sampled tokens as numbered sequences (see `sparselens.data.batches.Batches`)."""
 
     def __init__(self, rows: np.ndarray, separator: int):
         self.separator, self.length = separator, rows.shape[1] - 1

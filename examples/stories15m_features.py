@@ -19,12 +19,12 @@ import torch
 from stories15m import Stories, sample
 
 import sparselens as sl
+from sparselens.attribution.commands import Traced, trace_prompt
 from sparselens.config import Trace, Transcode
-from sparselens.data import Batches, separator_id
-from sparselens.figures_trace import draw_trace
-from sparselens.run import provenance, write_json
-from sparselens.sites import dimensions
-from sparselens.trace_commands import Traced, trace_prompt
+from sparselens.data.batches import Batches, separator_id
+from sparselens.models.architectures import dimensions
+from sparselens.reporting.figures.attribution import draw_trace
+from sparselens.runs.run import provenance, write_json
 
 PROMPTS = {
     "opposite": ("<s>The elephant is big, but the mouse is very", "small"),

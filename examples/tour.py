@@ -46,9 +46,9 @@ def welcome():
 @app.cell
 def dense_model(dense_steps, folder):
     import sparselens as sl
-    from sparselens.addition import AdditionBatches, answer, make_model
     from sparselens.config import Training
-    from sparselens.training import Stage, train
+    from sparselens.demo.addition import AdditionBatches, answer, make_model
+    from sparselens.training.loop import Stage, train
 
     batches = AdditionBatches(seed=0)  # all 10,000 sums; a fifth is held out
     if not (folder / "dense" / "model").is_dir():
@@ -165,7 +165,7 @@ def about_compare(mo):
 
 @app.cell
 def compare(dense, run, search, sl, sparse, tokenizer):
-    from sparselens.comparison import table
+    from sparselens.circuits.compare import table
 
     comparison = sl.compare(
         dense, sparse, "addition", tokenizer=tokenizer, settings=search, names=("dense", "sparse"),
@@ -223,8 +223,8 @@ def about_trace(mo):
 
 @app.cell
 def trace(run, sparse, tokenizer, transcoder):
+    from sparselens.attribution.commands import Traced, trace_prompt
     from sparselens.config import Trace
-    from sparselens.trace_commands import Traced, trace_prompt
 
     traced = trace_prompt(
         [Traced((sparse, tokenizer), transcoder, "sparse")], "36+28=?????", settings=Trace(position=9, checks=5),

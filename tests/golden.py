@@ -56,7 +56,7 @@ COMMANDS = [
 def prepare() -> None:
     """base and gemma (models), text.txt, pairs.jsonl and gemma.jsonl (prompts each model answers as the pair says)."""
     import torch
-    from models import tiny_model, tiny_tokenizer
+    from tiny_models import tiny_model, tiny_tokenizer
 
     import sparselens as sl
 
@@ -88,9 +88,7 @@ def shorten_demo() -> None:
     import dataclasses
     from importlib import import_module
 
-    module = import_module("sparselens.demo")
-    with contextlib.suppress(ImportError):
-        module = import_module("sparselens.demo.walk")
+    module = import_module("sparselens.demo.walk")
     few = {"steps": 60, "evaluate_every": 20}
     module.DENSE = dataclasses.replace(module.DENSE, **few, batch=64)
     module.SPARSE = dataclasses.replace(
@@ -113,7 +111,9 @@ def run_all() -> dict[str, str]:
             except SystemExit as end:
                 if end.code:
                     out.write(f"exit code {end.code}: {err.getvalue()[-500:]}")
-        text = re.sub(r"[\d.,]+( s\b| MB\)|\s*minutes| GiB free| GB free)", r"N\1", out.getvalue())
+        text = re.sub(
+            r"[\d.,]+( s\b| of [\d.]+ free| MB\)|\s*minutes| GiB free| GB free| free)", r"N\1", out.getvalue()
+        )
         said[f"says: {line}"] = text.replace(str(Path.cwd()), "")
         print(f"{line[:100]}: {len(text)} characters", flush=True)
     return said

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 import sparselens as sl
-from sparselens import processes, training
+from sparselens.runs import distributed as processes
+from sparselens.training import loop as training
 
 QUICK = dict(
     steps=20, batch=8, length=16, evaluate_every=5, evaluate_sequences=4, checkpoint_every=8, lr=1e-3, bias_lr=0.05,

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from sparselens.circuit import Circuit, Components
-from sparselens.run import write_json
+from sparselens.circuits.circuit import Circuit
+from sparselens.models.component_graph import Components
+from sparselens.runs.run import write_json
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 LONE = "a\ud800b"  # half a character: JSON can hold it, UTF-8 cannot
@@ -250,9 +251,9 @@ def real_trace() -> dict:
     """What `sparselens trace --json` writes, of a tiny gated model."""
     from tracing_setup import traced
 
-    from sparselens.clusters import find_clusters
+    from sparselens.attribution.clusters import find_clusters
+    from sparselens.attribution.summary import summarise
     from sparselens.config import Trace
-    from sparselens.trace_summary import summarise
 
     graph = traced(gated=True)
     return json.loads(json.dumps(summarise(graph, find_clusters(graph), Trace(checks=3), model="tiny")))

@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from models import tiny_model, tiny_tokenizer
+from tiny_models import tiny_model, tiny_tokenizer
 
 import sparselens as sl
 from sparselens.cli import main

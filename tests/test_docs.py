@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from sparselens import sites, tasks
+from sparselens import tasks
+from sparselens.models import architectures as sites
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = ["concepts.md", "extending.md"]

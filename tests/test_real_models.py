@@ -5,7 +5,7 @@ import runpy
 from pathlib import Path
 
 import pytest
-from models import tiny_model, tiny_tokenizer
+from tiny_models import tiny_model, tiny_tokenizer
 
 import sparselens as sl
 

@@ -1,12 +1,12 @@
 """Tiny models with every bias set, a random transcoder, and one traced prompt: what the tracing tests share."""
 
 import torch
-from models import tiny_model, tiny_tokenizer
+from tiny_models import tiny_model, tiny_tokenizer
 
 import sparselens as sl
 from sparselens.config import Gate
-from sparselens.huggingface import install_gates
-from sparselens.transcoder import Transcoder
+from sparselens.models.loading import install_gates
+from sparselens.transcoders.transcoder import Transcoder
 
 PROMPT = " ".join(f"w{i}" for i in (3, 5, 8, 13, 21, 3, 5))  # eight tokens: <|endoftext|> comes in front
 FAMILIES = ["gpt2", "gpt_neox", "llama", "qwen3", "olmo", "olmo2", "gemma2"]

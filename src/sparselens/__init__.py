@@ -5,40 +5,40 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 # Heavy imports (torch, transformers) happen when a name is first used, so that `import sparselens` is instant.
-# A public function never shares its name with a module: importing the module would hide the function.
+# A public function never shares its name with a package: importing that would hide the function.
 _HOMES = {
     "Gate": "config",
-    "Circuit": "circuit",
-    "Graph": "graph",
-    "Run": "run",
-    "Transcoder": "transcoder",
-    "compare": "comparison",
-    "discover": "discovery",
+    "Circuit": "circuits.circuit",
+    "Graph": "attribution.graph",
+    "Run": "runs.run",
+    "Transcoder": "transcoders.transcoder",
+    "compare": "circuits.compare",
+    "discover": "circuits.discover",
     "gated_attention": "gating",
-    "load": "huggingface",
-    "report": "report_commands",
-    "save": "huggingface",
-    "sparsify": "sparsification",
-    "trace": "tracing",
-    "transcode": "transcoding",
+    "load": "models.loading",
+    "report": "serving.publish",
+    "save": "models.loading",
+    "sparsify": "training.sparsify",
+    "trace": "attribution.trace",
+    "transcode": "transcoders.transcode",
 }
 __all__ = sorted(_HOMES)  # noqa: PLE0605
 
 if TYPE_CHECKING:
-    from .circuit import Circuit as Circuit
-    from .comparison import compare as compare
+    from .attribution.graph import Graph as Graph
+    from .attribution.trace import trace as trace
+    from .circuits.circuit import Circuit as Circuit
+    from .circuits.compare import compare as compare
+    from .circuits.discover import discover as discover
     from .config import Gate as Gate
-    from .discovery import discover as discover
     from .gating import gated_attention as gated_attention
-    from .graph import Graph as Graph
-    from .huggingface import load as load
-    from .huggingface import save as save
-    from .report_commands import report as report
-    from .run import Run as Run
-    from .sparsification import sparsify as sparsify
-    from .tracing import trace as trace
-    from .transcoder import Transcoder as Transcoder
-    from .transcoding import transcode as transcode
+    from .models.loading import load as load
+    from .models.loading import save as save
+    from .runs.run import Run as Run
+    from .serving.publish import report as report
+    from .training.sparsify import sparsify as sparsify
+    from .transcoders.transcode import transcode as transcode
+    from .transcoders.transcoder import Transcoder as Transcoder
 
 
 def __getattr__(name: str):

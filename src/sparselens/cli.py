@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional
 
-from . import processes
 from .config import Search, Sparsify, Text, Trace, Transcode
+from .runs import distributed as processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Demo:
     """Seed of everything."""
 
     def __call__(self) -> None:
-        from .demo import demo
+        from .demo.walk import demo
 
         demo(self.out, self.seed)
 
@@ -47,7 +47,7 @@ class SparsifyCommand:
     text: OmitArgPrefixes[Text] = dataclasses.field(default_factory=Text)
 
     def __call__(self) -> None:
-        from .sparsification import sparsify
+        from .training.sparsify import sparsify
 
         sparsify(self.model, list(self.data), self.out, settings=self.settings, text=self.text, resume=self.resume)
 
@@ -72,7 +72,7 @@ class PlanCommand:
     text: OmitArgPrefixes[Text] = dataclasses.field(default_factory=Text)
 
     def __call__(self) -> None:
-        from .plan import plan
+        from .training.plan import plan
 
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         found = plan(**given)
@@ -107,7 +107,7 @@ class Evaluate:
     """Also write the rows to this file."""
 
     def __call__(self) -> None:
-        from .evaluate_runs import evaluate
+        from .evaluation.side_by_side import evaluate
 
         names = [name for group in self.benchmarks for name in group.split(",") if name]
         evaluate(
@@ -132,7 +132,7 @@ class DiscoverCommand:
     settings: OmitArgPrefixes[Search] = dataclasses.field(default_factory=Search)
 
     def __call__(self) -> None:
-        from .circuit_commands import discover_command
+        from .circuits.commands import discover_command
 
         discover_command(self.model, self.task, self.settings, self.out, self.json)
 
@@ -156,7 +156,7 @@ class CompareCommand:
     settings: OmitArgPrefixes[Search] = dataclasses.field(default_factory=Search)
 
     def __call__(self) -> None:
-        from .circuit_commands import compare_command
+        from .circuits.commands import compare_command
 
         compare_command(self.dense, self.sparse, list(self.tasks), self.control, self.settings, self.out, self.json)
 
@@ -179,7 +179,7 @@ class TranscodeCommand:
     text: OmitArgPrefixes[Text] = dataclasses.field(default_factory=Text)
 
     def __call__(self) -> None:
-        from .transcode_commands import transcode_command
+        from .transcoders.commands import transcode_command
 
         transcode_command(self.model, list(self.data), self.out, self.settings, self.text, self.resume, self.json)
 
@@ -211,7 +211,7 @@ class TraceCommand:
     settings: OmitArgPrefixes[Trace] = dataclasses.field(default_factory=Trace)
 
     def __call__(self) -> None:
-        from .trace_commands import Traced, trace_command
+        from .attribution.commands import Traced, trace_command
 
         models = [Traced(self.model, self.transcoder)]
         if self.against is not None or self.against_transcoder is not None:
@@ -240,7 +240,7 @@ class ReportCommand:
     """Port of --serve."""
 
     def __call__(self) -> None:
-        from .report_commands import report_command
+        from .serving.publish import report_command
 
         report_command(list(self.runs), self.out, list(self.prompt), self.serve, self.port)
 
@@ -257,7 +257,7 @@ class Figures:
     """Folder for the figures. Default: the Run."""
 
     def __call__(self) -> None:
-        from .report_commands import figures_command
+        from .serving.publish import figures_command
 
         figures_command(self.run, self.format, self.out)
 
@@ -274,7 +274,7 @@ class Export:
     """Keep a LoRA adapter as an adapter (small, needs its base) instead of merging it into the weights."""
 
     def __call__(self) -> None:
-        from .exporting import export
+        from .evaluation.export import export
 
         print(f"model and README.md are in {export(self.run, self.out, merge=not self.adapter)}")
 
@@ -291,7 +291,7 @@ class Bench:
     """Also write the rows to this file."""
 
     def __call__(self) -> None:
-        from .bench import bench_kernels
+        from .evaluation.kernel_timing import bench_kernels
 
         bench_kernels(self.quick, self.json)
 
@@ -338,7 +338,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{prog}: {_one_line(error)}", file=sys.stderr)
             sys.exit(2)
         if isinstance(error, RuntimeError | MemoryError):
-            from .memory import out_of_memory
+            from .models.memory import out_of_memory
 
             if out_of_memory(error):
                 advice = (

@@ -4,8 +4,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from models import tiny_model, tiny_tokenizer
-from nursery import Nursery
+from fork_server import Nursery
+from tiny_models import tiny_model, tiny_tokenizer
 
 import sparselens as sl
 
@@ -51,7 +51,7 @@ class Disk:
 @pytest.fixture(scope="session")
 def built(tmp_path_factory) -> Path:
     """One of everything, never written to by a test."""
-    from house import build
+    from sample_run import build
 
     folder = tmp_path_factory.mktemp("built")
     build(folder)

@@ -11,14 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import tiny_model, tiny_tokenizer
-from test_training import QUICK, Copying, lines, sparsify, stop_after
+from copying_runs import QUICK, Copying, lines, sparsify, stop_after
+from tiny_models import tiny_model, tiny_tokenizer
 
 import sparselens as sl
-from sparselens import data as data_module
-from sparselens import evaluate, training
-from sparselens.checkpoints import checkpoints, load_checkpoint, save_checkpoint
-from sparselens.data import TextBatches
+from sparselens.data import batches as data_module
+from sparselens.data.batches import TextBatches
+from sparselens.runs.checkpoints import checkpoints, load_checkpoint, save_checkpoint
+from sparselens.training import loop as training
+from sparselens.training import measure as evaluate
 
 SOURCE = Path(sl.__file__).parent
 

@@ -11,13 +11,13 @@ import random
 import shutil
 
 import pytest
-from house import command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sample_run import command
 
-from sparselens.checkpoints import load_checkpoint
-from sparselens.cluster_rules import read_rules
-from sparselens.run import Metrics
+from sparselens.attribution.cluster_rules import read_rules
+from sparselens.runs.checkpoints import load_checkpoint
+from sparselens.runs.run import Metrics
 from sparselens.tasks.jsonl import read_pairs
 
 WILD = os.environ.get("HYPOTHESIS_PROFILE") == "wild"

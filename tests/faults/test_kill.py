@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from sparselens.checkpoints import load_checkpoint
-from sparselens.run import Metrics, Run, read_json
+from sparselens.runs.checkpoints import load_checkpoint
+from sparselens.runs.run import Metrics, Run, read_json
 
 STEPS = 60
 TIMES = ("tokens_per_second", "seconds", "minutes")
@@ -197,7 +197,7 @@ def test_one_cache_for_several_runs(tmp_path):
     (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join("w1 w2 w3 " * 20 for _ in range(60)))
     code = textwrap.dedent(f"""
         import hashlib, pathlib, time
-        from sparselens import data
+        from sparselens.data import batches as data
         data.SHARD = 200
 
         class Words:
@@ -254,7 +254,7 @@ def test_the_lock_holds_while_its_file_comes_and_goes(tmp_path, wait):
     """Four processes take and give back the lock as fast as they can; a marker shows if two ever have it at once."""
     code = textwrap.dedent(f"""
         import os, pathlib, sys
-        from sparselens.run import lock_file
+        from sparselens.runs.run import lock_file
         folder = pathlib.Path({str(tmp_path)!r})
         taken = 0
         for _ in range(2000):

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from house import PROMPT, command
 from safetensors.numpy import load_file, save_file
+from sample_run import PROMPT, command
 
 DEEP = "[" * 100_000 + "]" * 100_000
 SPARSIFY = ["sparsify", "base", "--data", "text.txt", "--out", "new", "--cache", "cache", "--length", "16",

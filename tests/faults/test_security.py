@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from house import PROMPT, command
+from sample_run import PROMPT, command
 
 import sparselens as sl
-from sparselens.documents import find_files
+from sparselens.data.documents import find_files
 
 SOURCE = Path(sl.__file__).parent
 PROJECT = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ def test_a_pickle_in_the_place_of_a_file_is_not_loaded(house, bombs, form, what,
             (place / "model.safetensors").unlink()
         sums = place / "checksums.json"
         if sums.is_file():  # a checkpoint whose checksums agree with the bomb: made by an enemy, not by chance
-            from sparselens.checkpoints import _checksum
+            from sparselens.runs.checkpoints import _checksum
 
             sums.write_text(json.dumps({file: _checksum(place / file) for file in json.loads(sums.read_text())}))
     command(house, *COMMANDS[what])

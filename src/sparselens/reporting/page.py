@@ -17,12 +17,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ..run import write_bytes
+from ..runs.run import write_bytes
 
 SCRIPTS = (
     "dom.js", "data.js", "palette.js", "scene.js", "download.js", "axes.js", "summary.js", "charts.js", "training.js",
-    "maps.js", "lens.js", "head.js", "flow.js", "attention.js", "curves.js", "kept.js", "graph.js", "token_edges.js",
-    "heads.js", "circuits.js", "carriers.js", "checks.js", "trace_picture.js", "attribution.js", "main.js",
+    "maps.js", "token_reads.js", "head.js", "flow.js", "attention.js", "curves.js", "size_slider.js",
+    "circuit_graph.js", "token_edges.js", "heads.js", "circuits.js", "head_shares.js", "intervention_plot.js",
+    "trace_picture.js", "attribution.js", "main.js",
 )  # fmt: skip
 IMPORT = re.compile(r"^import\s[^;]*?from\s+\"\./[\w.]+\";\n", re.M)
 

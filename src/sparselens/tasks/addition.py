@@ -2,7 +2,7 @@
 
 import random
 
-from ..addition import ANSWER
+from ..demo.addition import ANSWER
 from . import Pair, task
 from .words import Words
 

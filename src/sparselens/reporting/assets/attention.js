@@ -3,7 +3,7 @@
 import { dropdown, element, emptyNotice, heading, how, number, segments, swatch } from "./dom.js";
 import { ROLE_NAMES } from "./data.js";
 import { HeadGrid, loadMaps } from "./maps.js";
-import { Lens, tokenStrip, visible } from "./lens.js";
+import { Lens, tokenStrip, visible } from "./token_reads.js";
 import { HeadMap, pairFacts, strongestPairs } from "./head.js";
 import { Flow, FLOW_TOKENS } from "./flow.js";
 

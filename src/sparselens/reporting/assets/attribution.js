@@ -4,8 +4,8 @@ import { dropdown, element, emptyNotice, heading, how, number, percent, segments
 import { ROLE_NAMES } from "./data.js";
 import { loadMaps } from "./maps.js";
 import { downloads } from "./download.js";
-import { edgeDetail, headName, lookDetail } from "./carriers.js";
-import { checkPlot, singlesTable } from "./checks.js";
+import { edgeDetail, headName, lookDetail } from "./head_shares.js";
+import { checkPlot, singlesTable } from "./intervention_plot.js";
 import { TracePicture } from "./trace_picture.js";
 
 export function showAttribution(section, run) {

@@ -3,8 +3,8 @@
 import { element, emptyNotice, heading, how, percent, segments, swatch } from "./dom.js";
 import { ROLE_NAMES } from "./data.js";
 import { CurvePanel } from "./curves.js";
-import { KeptEdges } from "./kept.js";
-import { CircuitGraph, GraphView } from "./graph.js";
+import { KeptEdges } from "./size_slider.js";
+import { CircuitGraph, GraphView } from "./circuit_graph.js";
 import { TokenView } from "./token_edges.js";
 import { HeadsTable } from "./heads.js";
 

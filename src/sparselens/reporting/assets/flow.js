@@ -4,7 +4,7 @@ import { element, number } from "./dom.js";
 import { keepDrawn, palette } from "./palette.js";
 import { fit, paint, Scene } from "./scene.js";
 import { downloads } from "./download.js";
-import { tokenLabel } from "./lens.js";
+import { tokenLabel } from "./token_reads.js";
 
 export const FLOW_TOKENS = 16;
 

@@ -4,7 +4,7 @@ import { element, number, table } from "./dom.js";
 import { keepDrawn, palette } from "./palette.js";
 import { atlas } from "./maps.js";
 import { fit } from "./scene.js";
-import { visible } from "./lens.js";
+import { visible } from "./token_reads.js";
 
 const NAMES = 62;
 

@@ -4,7 +4,7 @@
 import { element, number } from "./dom.js";
 import { keepDrawn, palette } from "./palette.js";
 import { fit, paint, Scene, weakLines } from "./scene.js";
-import { tokenLabel, visible } from "./lens.js";
+import { tokenLabel, visible } from "./token_reads.js";
 
 const EDGE_LEFT = 40;
 const EDGE_COLUMNS = ["layer", "head", "query", "key", "score", "weight"];

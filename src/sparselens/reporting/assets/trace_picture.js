@@ -3,7 +3,7 @@
 import { element, number } from "./dom.js";
 import { keepDrawn, palette } from "./palette.js";
 import { fit, paint, Scene } from "./scene.js";
-import { visible } from "./lens.js";
+import { visible } from "./token_reads.js";
 
 const BESIDE = [0, 1, -1, 2, -2, 3, -3];
 

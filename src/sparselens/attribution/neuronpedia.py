@@ -1,0 +1,142 @@
+"""A Graph as the JSON that Neuronpedia's and circuit-tracer's viewers open.
+
+1. Nodes: what pruning kept. Features are `{layer}_{feature}_{position}`, errors `{layer}_error_mlp_{position}` (so that
+   no error can be taken for a feature of layer 0), tokens `E_{vocabulary id}_{position}`, positions `P_...`, logits
+   `{n_layers + 1}_{vocabulary id}_{position}`. `feature` is the pairing number (l + f)(l + f + 1) / 2 + f.
+2. Links: the kept edges, each with `heads`, the smallest set of heads that brings 80 % of it (an extra key, which the
+   schema allows), when the model is at hand.
+3. Supernodes: clusters with two or more exported nodes.
+
+`influence` is cumulative, as viewers expect of it: a node is shown when the threshold reaches it.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..runs.run import write_json
+from .cluster_rules import node_name
+from .clusters import Cluster
+from .graph import Graph, Node
+from .head_shares import carry_heads
+
+FEATURE_TYPES = {
+    "feature": "cross layer transcoder", "error": "mlp reconstruction error", "token": "embedding",
+    "position": "embedding", "logit": "logit",
+}  # fmt: skip
+
+
+def pairing(layer: int, feature: int) -> int:
+    """One number for (layer, feature), different for every pair (Cantor)."""
+    return (layer + feature) * (layer + feature + 1) // 2 + feature
+
+
+def graph_json(
+    graph: Graph, clusters: Sequence[Cluster] = (), *, slug: str = "graph", scan: str = "model", heads: bool = True
+) -> dict[str, Any]:
+    """A graph by Neuronpedia's schema. slug: its name; scan: the model's. heads: name the carriers of every link."""
+    kept = graph.node_kept.nonzero().flatten().tolist()
+    names = {i: node_name(graph, i) for i in kept}
+    cumulative = _cumulative(graph)
+    source, target, weight = graph.edges()
+    links = [
+        {"source": names[s], "target": names[t], "weight": w}
+        for s, t, w in zip(source.tolist(), target.tolist(), weight.tolist(), strict=True)
+    ]
+    if heads and graph.live is not None:
+        direct, shares = carry_heads(graph, list(zip(source.tolist(), target.tolist(), strict=True)))
+        for link, along, by_head in zip(links, direct.tolist(), _needed(shares), strict=True):
+            link |= {"direct": along, "heads": by_head}
+    supernodes = [[c.name, *(names[n] for n in c.nodes if n in names)] for c in clusters]
+    supernodes = [group for group in supernodes if len(group) > 2]
+    return {
+        "metadata": metadata(graph, slug, scan),
+        "qParams": {
+            "pinnedIds": [name for group in supernodes for name in group[1:]] + [names[i] for i in kept[-1:]],
+            "supernodes": supernodes, "linkType": "both", "clickedId": names[kept[-1]], "sg_pos": "",
+        },
+        "nodes": [_node(graph, graph.node(i), names[i], cumulative[i]) for i in kept],
+        "links": links,
+    }  # fmt: skip
+
+
+def _needed(shares: torch.Tensor, share: float = 0.8) -> list[list[dict[str, Any]]]:
+    """`Carried.heads_for` of many edges at once, from shares [n, n_layers, n_heads]."""
+    n_heads = shares.shape[-1]
+    flat = shares.flatten(1).double()
+    order = flat.abs().argsort(dim=1, descending=True, stable=True)
+    ranked = flat.gather(1, order)
+    total = ranked.sum(1, keepdim=True)
+    before = (ranked.cumsum(1) / total < share - 1e-9).long().cumprod(1).sum(1)  # heads before the one that suffices
+    enough = torch.where(total[:, 0] == 0, 0, before + 1).tolist()
+    return [
+        [{"layer": i // n_heads, "head": i % n_heads, "share": w} for i, w in zip(places[:n], weights[:n], strict=True)]
+        for places, weights, n in zip(order.tolist(), ranked.tolist(), enough, strict=True)
+    ]
+
+
+def metadata(graph: Graph, slug: str, scan: str) -> dict[str, Any]:
+    """The part of a graph that a list of graphs shows."""
+    settings = graph.settings
+    return {
+        "slug": slug, "scan": scan, "transcoder_list": [scan], "prompt_tokens": graph.tokens, "prompt": graph.prompt,
+        "node_threshold": settings.get("nodes", 0.8), "schema_version": 1,
+        "info": {"generator": {"name": "sparselens", "version": __version__}},
+        "generation_settings": {k: v for k, v in settings.items() if isinstance(v, str | int | float | bool)},
+        "pruning_settings": {
+            "node_threshold": settings.get("nodes", 0.8), "edge_threshold": settings.get("edges", 0.98)
+        },
+    }  # fmt: skip
+
+
+def _node(graph: Graph, node: Node, name: str, cumulative: float) -> dict[str, Any]:
+    layer = {"token": "E", "position": "E", "logit": str(graph.n_layers + 1)}.get(node.kind, str(node.layer))
+    feature = {"feature": pairing(node.layer, node.index), "error": -1, "logit": node.index}.get(
+        node.kind, node.position
+    )
+    row: dict[str, Any] = {
+        "node_id": name, "feature": feature, "layer": layer, "ctx_idx": node.position,
+        "feature_type": FEATURE_TYPES[node.kind], "jsNodeId": "-".join(name.rsplit("_", 1)), "clerp": "",
+        "influence": None if node.kind == "logit" else cumulative,
+        "activation": node.value if node.kind == "feature" else None,
+    }  # fmt: skip
+    if node.kind == "logit":
+        number = node.id - (graph.n_nodes - len(graph.targets))
+        target = graph.targets[number]
+        probability = target["probability"]
+        row["clerp"] = f'Output "{target["label"]}"' + ("" if probability is None else f" (p={probability:.3f})")
+        row |= {"token_prob": 0.0 if probability is None else probability, "is_target_logit": number == 0}
+    elif node.kind in ("token", "position"):
+        row["clerp"] = f'Emb: "{graph.tokens[node.position]}"' if node.kind == "token" else f"Position {node.position}"
+    elif node.kind == "error":
+        row["clerp"] = f'Err: mlp "{graph.tokens[node.position]}"'
+    return row
+
+
+def _cumulative(graph: Graph) -> list[float]:
+    """Per node, the share of all influence held by it and the more influential ones."""
+    influence = graph.influence.double()
+    order = influence.argsort(descending=True, stable=True)
+    held = torch.empty_like(influence)
+    held[order] = influence[order].cumsum(0) / influence.sum().clamp(min=1e-30)
+    return held.tolist()
+
+
+def write_graph(
+    graph: Graph, clusters: Sequence[Cluster], folder: str | Path, *, slug: str, scan: str, heads: bool = True
+) -> Path:
+    """Write graph-neuronpedia.json and, beside it, graph-metadata.json; returns the former."""
+    path = Path(folder) / "graph-neuronpedia.json"
+    found = graph_json(graph, clusters, slug=slug_of(slug), scan=scan, heads=heads)
+    write_json(path, found)
+    write_json(path.with_name("graph-metadata.json"), {"graphs": [found["metadata"]]})
+    return path
+
+
+def slug_of(text: str) -> str:
+    """A name that is safe in addresses and file names."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:60] or "graph"

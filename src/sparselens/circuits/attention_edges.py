@@ -1,0 +1,172 @@
+"""Circuits of single attention edges: which (layer, head, query, key) a task needs, in dense and sparse models alike.
+
+An edge carries softmax * gate * value from one token to another. Edges outside a circuit carry what they carry on the
+corrupted prompt; embeddings, MLPs and norms are always live, so m(nothing) is the clean prompt with every edge
+corrupted, as for whole heads. Positions must mean the same in all prompts: those of the most common length are taken.
+
+Scores: a circuit is a mask over edges, and masks may be fractional. The gradient of the metric with respect to the
+mask, averaged over masks that are 10 %, 30 % ... 90 % everywhere, says what each edge contributes; over all edges it
+sums to m(model) - m(nothing), up to the number of points.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..gating import allowed_pairs
+from ..models.decoder import Decoder
+from ..models.hooks import start
+from ..runs import distributed as processes
+from ..tasks.prompts import Prompts, of_common_length
+from .faithfulness import THRESHOLDS, Curve, NoEffect, log_sizes, refined_curve
+
+POINTS = 5  # masks at which gradients are taken
+MOST = 2000  # edges to list, best first
+
+
+def keep_in(kept: list[tuple[Tensor, Tensor]]) -> Callable[[int, Tensor, Tensor], Tensor]:
+    """Plain attention that leaves every layer's (weights, values) in `kept`."""
+
+    def mix(layer: int, weights: Tensor, values: Tensor) -> Tensor:
+        kept.append((weights, values))
+        return weights @ values
+
+    return mix
+
+
+class AttentionPatcher:
+    """Prompts made ready for running circuits of attention edges on them."""
+
+    def __init__(self, decoder: Decoder, prompts: Prompts, memory_mb: float = 768):
+        d = decoder.dims
+        self.decoder, self.prompts = decoder, prompts.to(next(decoder.model.parameters()).device)
+        tokens = self.prompts.clean.shape[1]
+        self.shape = (d.n_layers, d.n_heads, tokens, tokens)
+        pairs = [allowed_pairs(tokens, tokens, window=part.window)[0] for part in decoder.parts]
+        self.possible = torch.stack(pairs).expand(self.shape).numpy()
+        # Patterns of every layer, several copies of each in the backward pass; logits in fp64, likewise.
+        patterns = 40 * d.n_layers * d.n_heads * tokens**2 + 4e5
+        logits = 60 * self.prompts.position.shape[1] * decoder.config.vocab_size
+        self.at_once = max(1, int(memory_mb * 2**20 / (patterns + logits)))
+
+    def run(self, masks: "np.ndarray | Tensor", progress: Callable[[int], None] = lambda n: None) -> Tensor:
+        """The metric of every circuit on every prompt: masks [circuits, layer, head, query, key] -> [circuits, n].
+
+        Several processes share the circuits; and the prompts, for the scores.
+        """
+        masks = torch.as_tensor(masks).float()
+        out = torch.zeros(len(masks), len(self.prompts), dtype=torch.float64)
+        with torch.no_grad():
+            for some, part, clean, corrupted in self._parts():
+                for i, mask in processes.mine(list(enumerate(masks))):
+                    out[i, some] = self._metric(mask.to(clean), part, clean, corrupted).cpu()
+                    if some.stop >= len(self.prompts):
+                        progress(processes.world())
+        return processes.total(out)
+
+    def scores(self) -> np.ndarray:
+        """[layer, head, query, key] fp64, averaged over prompts: positive where the edge raises the metric."""
+        total = torch.zeros(self.shape, dtype=torch.float64)
+        for _, part, clean, corrupted in self._parts(
+            self.prompts.take(slice(processes.rank(), None, processes.world()))
+        ):
+            for i in range(POINTS):
+                mask = torch.full(self.shape, (i + 0.5) / POINTS, dtype=clean.dtype, device=clean.device)
+                mask.requires_grad_()
+                with torch.enable_grad():
+                    metric = self._metric(mask, part, clean, corrupted).sum()
+                    (gradient,) = torch.autograd.grad(metric, mask)
+                total += gradient.double().cpu()
+        return (processes.total(total) / len(self.prompts) / POINTS).numpy() * self.possible
+
+    @torch.no_grad()
+    def weights(self) -> np.ndarray:
+        """[layer, head, query, key]: what every edge weighs (softmax * gate) on the clean prompts, on average."""
+        total = torch.zeros(self.shape, dtype=torch.float64)
+        for _, _, clean, _ in self._parts():
+            kept: list[tuple[Tensor, Tensor]] = []
+            self._forward(clean, keep_in(kept))
+            total += torch.stack([weights.double().sum(0).cpu() for weights, _ in kept])
+        return (total / len(self.prompts)).numpy()
+
+    def _parts(
+        self, prompts: Prompts | None = None
+    ) -> Iterator[tuple[slice, Prompts, Tensor, list[tuple[Tensor, Tensor]]]]:
+        """Prompts, their embeddings, and what the corrupted run attends to (weights, values) in every layer."""
+        prompts = self.prompts if prompts is None else prompts  # an empty share of them is a share
+        for first in range(0, len(prompts), self.at_once):
+            some = slice(first, first + self.at_once)
+            part = prompts.take(some)
+            begin, other = (start(self.decoder.model, ids, logits=False) for ids in (part.clean, part.corrupted))
+            self.decoder.rotations = begin.rotations
+            corrupted: list[tuple[Tensor, Tensor]] = []
+            with torch.no_grad():
+                self._forward(other.embedding, keep_in(corrupted))
+            yield some, part, begin.embedding, corrupted
+
+    def _metric(self, mask: Tensor, part: Prompts, x: Tensor, corrupted: list[tuple[Tensor, Tensor]]) -> Tensor:
+        def mix(layer: int, weights: Tensor, values: Tensor) -> Tensor:
+            old_weights, old_values = corrupted[layer]
+            return (mask[layer] * weights) @ values + ((1 - mask[layer]) * old_weights) @ old_values
+
+        return part.score(self.decoder.unembed(part.at_reads(self._forward(x, mix))).double())
+
+    def _forward(self, x: Tensor, mix: Callable[[int, Tensor, Tensor], Tensor]) -> Tensor:
+        """The last residual stream; `mix(layer, weights, values)` gives the heads' value mixes."""
+        decoder = self.decoder
+        for layer in range(decoder.dims.n_layers):
+            after = x + decoder.write(layer, mix(layer, *decoder.attend(layer, x)))
+            x = after + decoder.mlp(layer, x if decoder.components.parallel else after)
+        return x
+
+
+def attention_curve(
+    decoder: Decoder,
+    scoring: Prompts,
+    heldout: Prompts,
+    points: int,
+    memory_mb: float,
+    progress: Callable[[int], None] = lambda n: None,
+) -> tuple[Curve, dict[str, Any]]:
+    """Explained effect of the best n attention edges on held-out prompts, and the row for `discover --json`.
+
+    NoEffect where the halves share too few prompts of one length.
+    """
+    scoring, heldout = of_common_length(scoring, heldout)
+    length = heldout.clean.shape[1]
+    if min(len(scoring), len(heldout)) < 2:
+        raise NoEffect(
+            f"of the most common length there are {len(scoring)} prompts for scoring and {len(heldout)} held out; "
+            "take more prompts"
+        )
+    scores = AttentionPatcher(decoder, scoring, memory_mb).scores()
+    patcher = AttentionPatcher(decoder, heldout, memory_mb)
+    order = np.argsort(-np.abs(scores), axis=None, kind="stable")
+    # Closed gates and tokens nobody reads score exactly nothing: those edges are not there.
+    alive = int((scores != 0).sum())
+    order, n_edges = order[:alive], int(patcher.possible.sum())
+
+    def run(sizes: list[int]) -> np.ndarray:
+        masks = np.zeros((len(sizes), scores.size), bool)
+        for mask, n in zip(masks, sizes, strict=True):
+            mask[order[:n]] = True
+        return patcher.run(masks.reshape(-1, *scores.shape), progress).numpy()
+
+    whole, nothing = patcher.run(np.stack([patcher.possible, np.zeros_like(patcher.possible)]), progress).numpy()
+    found = refined_curve(log_sizes(alive, points).tolist() if alive else [], run, whole, nothing, n_edges)
+    weights = patcher.weights()
+    places = [np.unravel_index(at, scores.shape) for at in order[:MOST]]
+    row = {
+        "n_prompts": len(heldout), "length": length, "example": heldout.pairs[0].clean,
+        "tokens": [heldout.piece(int(token)) for token in heldout.clean[0]],
+        "n_edges": n_edges, "n_alive": alive, "m_model": float(whole.mean()), "m_nothing": float(nothing.mean()),
+        "curve": found.row(), "edges_at": {str(t): found.edges_at(t) for t in THRESHOLDS},
+        "edges_at_interval": {str(t): list(found.edges_interval(t)) for t in THRESHOLDS},
+        # Best first: a point of the curve is the first so many of them.
+        "columns": ["layer", "head", "query", "key", "score", "weight"],
+        "circuit": [[*map(int, at), float(scores[at]), float(weights[at])] for at in places],
+    }  # fmt: skip
+    return found, row

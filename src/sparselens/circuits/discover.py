@@ -1,0 +1,328 @@
+"""From a model and a task to the circuit that does it.
+
+1. Prompts: generated, checked, those the model gets wrong dropped; half for scoring, half held out.
+2. Scores: every edge of the component graph, on the scoring half.
+3. Curve: explained effect of the best n edges on the held-out half, more points where it crosses a threshold.
+4. Heads: the same with whole heads kept or corrupted.
+5. Tokens: the same with single attention edges (head, query, key) kept or corrupted.
+6. Sparse models: which (head, query, key) the gates leave open on these prompts, and which are proven absent.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from .. import tasks
+from ..config import Search
+from ..models.architectures import base_model, dimensions, mlp_width
+from ..models.decoder import Decoder
+from ..models.loading import is_gated
+from ..models.memory import estimate_memory
+from ..runs import distributed as processes
+from ..tasks.prompts import Prompts, build
+from .attention_edges import attention_curve
+from .circuit import Circuit
+from .faithfulness import (
+    MIB_FRACTIONS,
+    ROUNDS,
+    THRESHOLDS,
+    Curve,
+    NoEffect,
+    check_spread,
+    log_sizes,
+    mib_areas,
+    refine,
+    refined_curve,
+)
+from .heads import HeadPatcher, token_edges
+from .run import Patcher
+from .scores import MOST_EXACT, eap, exact
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FEWEST = 4  # prompts the model must get right
+
+
+def discover(
+    model: nn.Module,
+    tokenizer: "PreTrainedTokenizerBase",
+    task: "str | tasks.Task" = "ioi",
+    method: str | None = None,
+    *,
+    settings: Search | None = None,
+    show_progress: bool = False,
+    say: Callable[[str], None] = print,
+    **changes: Any,
+) -> Circuit:
+    """The circuit with which a model does a task, with everything measured about it in `.results`.
+
+    task: a registered name, a Task, or the path of a .jsonl file. Settings are those of config.Search; single ones may
+    be given by name: discover(model, tokenizer, "ioi", prompts=32). The circuit returned is the smallest one that
+    explains 90 % of the effect and stays above. Several processes, each with the whole model, share the work.
+    """
+    settings = settings or Search()
+    if method is not None:
+        changes["method"] = method
+    settings = dataclasses.replace(settings, **changes)
+    found = tasks.find(task)
+    processes.start()
+    say, show_progress = processes.quiet(say), show_progress and processes.is_main()
+    prompts = prepare([model], tokenizer, found, settings, say)
+    return discover_on(model, found.name, *split(prompts), settings, show_progress=show_progress, say=say)
+
+
+def prepare(
+    models: list[nn.Module],
+    tokenizer: "PreTrainedTokenizerBase",
+    task: tasks.Task,
+    settings: Search,
+    say: Callable[[str], None],
+) -> Prompts:
+    """Checked pairs that all the models get right, at most twice `settings.prompts`."""
+    for model in models:
+        check_size(model, settings)
+    config = base_model(models[0]).config
+    wanted = 2 * settings.prompts
+    prompts = build(task, tokenizer, wanted + wanted // 4, settings.seed, dimensions(config).max_tokens, say)
+    if int(torch.stack([prompts.clean.max(), prompts.corrupted.max()]).max()) >= config.vocab_size:
+        raise ValueError("the tokenizer has tokens this model does not know; load both from the same place")
+    modes = [model.training for model in models]
+    try:
+        right = torch.stack([answered(model.eval(), prompts) for model in models]).all(0)
+    finally:
+        for model, mode in zip(models, modes, strict=True):
+            model.train(mode)
+    right = processes.total(right.int()) == processes.world()  # the same prompts everywhere
+    n_right = int(right.sum())
+    if len(prompts) < FEWEST:
+        raise ValueError(f"task {task.name!r}: only {len(prompts)} usable prompts; at least {FEWEST} are needed")
+    if n_right < FEWEST or n_right < len(prompts) / 4:
+        raise ValueError(
+            f"task {task.name!r}: right on only {n_right} of {len(prompts)} prompts; a circuit needs a model that can "
+            "do the task"
+        )
+    say(f"{task.name}: right on {n_right} of {len(prompts)} prompts; the others are left out")
+    kept = prompts.take(right)
+    return kept.take(slice(0, wanted))
+
+
+def check_size(model: nn.Module, settings: Search) -> None:
+    """Refuse exact patching of a big graph before anything is computed."""
+    if settings.method == "exact":
+        n_edges = Decoder(model).components.n_edges
+        if n_edges > MOST_EXACT:
+            raise ValueError(
+                f"exact patching would need {n_edges:,} forward passes over all prompts (at most {MOST_EXACT:,}); "
+                "use --method eap-ig"
+            )
+
+
+def split(prompts: Prompts) -> tuple[Prompts, Prompts]:
+    """(for scoring, held out): the two halves."""
+    half = len(prompts) // 2
+    return prompts.take(slice(0, half)), prompts.take(slice(half, None))
+
+
+def answered(model: nn.Module, prompts: Prompts, at_once: int = 32) -> torch.Tensor:
+    """[n] bool: which clean prompts the model gets right."""
+    device = next(model.parameters()).device
+    right = []
+    for first in range(0, len(prompts), at_once):
+        part = prompts.take(slice(first, first + at_once)).to(device)
+        logits = part.ask(model, part.clean)
+        right.append(part.correct(part.score(logits), logits).cpu())
+    return torch.cat(right)
+
+
+def discover_on(
+    model: nn.Module,
+    name: str,
+    scoring: Prompts,
+    heldout: Prompts,
+    settings: Search,
+    *,
+    show_progress: bool = False,
+    say: Callable[[str], None] = print,
+) -> Circuit:
+    """Score, select and measure on prompts that are already chosen."""
+    was_training = model.training
+    model.eval()
+    try:
+        return _discover(model, name, scoring, heldout, settings, show_progress, say)
+    finally:
+        model.train(was_training)
+
+
+def _discover(
+    model: nn.Module,
+    name: str,
+    scoring: Prompts,
+    heldout: Prompts,
+    settings: Search,
+    show_progress: bool,
+    say: Callable,
+) -> Circuit:
+    began = time.perf_counter()
+    decoder = Decoder(model)
+    patcher = Patcher(decoder, heldout, settings.ablation, settings.memory_mb)
+    check_spread(patcher.m_model.numpy(), patcher.m_nothing.numpy(), name)
+    scores = _scores(decoder, scoring, settings, show_progress, say)
+    scored = time.perf_counter()
+
+    c = decoder.components
+    circuit = Circuit(c, scores, c.possible, decoder.dims.d_model)
+    order = circuit.order(settings.selection, not settings.signed)
+    curve, areas, asked = _curve(patcher, order, settings, show_progress)
+    circuit.curve, circuit.mask = curve, c.prune(c.mask(order[: asked[curve.edges_at(0.9)]]))
+    drawn = time.perf_counter()
+
+    m_model, m_nothing = patcher.m_model.numpy(), patcher.m_nothing.numpy()
+    circuit.results = {
+        "task": name,
+        "metric": heldout.metric,
+        "model": str(base_model(model).config._name_or_path or base_model(model).config.model_type),
+        "sparse": is_gated(base_model(model)),
+        "settings": dataclasses.asdict(settings),
+        "n_prompts_scoring": len(scoring),
+        "n_prompts": len(heldout),
+        "n_layers": c.n_layers,
+        "n_heads": c.n_heads,
+        "n_edges": c.n_edges,
+        "n_edges_scored": int(np.isfinite(scores[c.possible]).sum()),
+        "n_edges_zero": int((scores[c.possible] == 0).sum()),
+        "m_model": float(m_model.mean()),
+        "m_nothing": float(m_nothing.mean()),
+        "checks": patcher.checks,
+        "curve": curve.row(settings.seed),
+        "edges_at": {str(t): curve.edges_at(t) for t in THRESHOLDS},
+        "edges_at_interval": {str(t): list(curve.edges_interval(t, settings.seed)) for t in THRESHOLDS},
+        "area_log": curve.area_log(),
+        **areas,
+    }
+    if settings.random_control:
+        circuit.results["random"] = _random(patcher, curve, settings, show_progress)
+    if settings.heads:
+        try:
+            circuit.heads = heads = _heads(model, decoder, circuit, heldout, settings, show_progress)
+            circuit.results["heads_at"] = {str(t): heads["curve"].edges_at(t) for t in THRESHOLDS}
+            circuit.results["heads"] = heads["names"][: heads["curve"].edges_at(0.9)]
+            circuit.results["heads_curve"] = heads["curve"].row(settings.seed)
+        except NoEffect as error:
+            say(f"{name}: no heads: {error}")
+    if settings.tokens:
+        with tqdm(desc="tokens", unit="circuit", disable=not show_progress) as bar:
+            sizes = (settings.points, settings.memory_mb)
+            try:
+                by_token, row = attention_curve(decoder, scoring, heldout, *sizes, bar.update)
+                check_spread(by_token.m_model, by_token.m_nothing, "by token")
+                circuit.token_curve, circuit.results["attention_edges"] = by_token, row
+            except NoEffect as error:
+                say(f"{name}: no circuit by token: {error}")
+    if is_gated(base_model(model)):
+        circuit.results["token_edges"] = token_edges(model, heldout)
+    circuit.results["circuit"] = [[edge, score] for edge, score in circuit.edges[:5000]]
+    circuit.results["seconds"] = {
+        "scoring": round(scored - began, 1), "curve": round(drawn - scored, 1),
+        "rest": round(time.perf_counter() - drawn, 1),
+    }  # fmt: skip
+    return circuit
+
+
+def _scores(decoder: Decoder, prompts: Prompts, settings: Search, show_progress: bool, say: Callable) -> np.ndarray:
+    if settings.method == "exact":
+        patcher = Patcher(decoder, prompts, settings.ablation, settings.memory_mb)
+        with tqdm(total=decoder.components.n_edges, desc="patching", unit="edge", disable=not show_progress) as bar:
+            return exact(patcher, bar.update)
+    steps = settings.steps if settings.method == "eap-ig" else 0
+    n, tokens = prompts.clean.shape
+    shape = tokens, prompts.position.shape[1], decoder.config.vocab_size, decoder.gates is not None
+    one = estimate_memory(decoder.dims, mlp_width(decoder.config), 1, *shape)
+    at_once = max(1, min(n, int(settings.memory_mb * 2**20 / one.total)))
+    need = estimate_memory(decoder.dims, mlp_width(decoder.config), at_once, *shape)
+    say(f"scoring {decoder.components.n_edges:,} edges on {n} prompts needs about {need}")
+    with tqdm(total=n * max(steps, 1), desc="scoring", unit="prompt", disable=not show_progress) as bar:
+        return eap(decoder, prompts, steps, at_once, bar.update, settings.path, settings.ablation)
+
+
+def _curve(
+    patcher: Patcher, order: np.ndarray, settings: Search, show_progress: bool
+) -> tuple[Curve, dict, dict[int, int]]:
+    """(curve, MIB's areas, edges really in -> edges asked for)."""
+    c = patcher.decoder.components
+    n_edges = len(order)
+    # Dead ends make a circuit smaller than what was asked for: look for the sizes that come out evenly spaced.
+    true = {int(n): int(c.prune(c.mask(order[:n])).sum()) for n in log_sizes(n_edges, 10 * settings.points)}
+    asked = []
+    for size in log_sizes(n_edges, settings.points):
+        distance = {n: abs(np.log((count + 0.1) / size)) for n, count in true.items()}
+        asked.append(min(distance, key=distance.__getitem__))
+    mib = [max(1, round(share * n_edges)) for share in MIB_FRACTIONS]
+    measured: dict[int, np.ndarray] = {n_edges: patcher.m_model.numpy()}
+    sizes: dict[int, int] = {n_edges: n_edges}
+
+    def measure(wanted: list[int], bar) -> None:
+        new = [n for n in dict.fromkeys(wanted) if n not in measured]
+        masks = [c.prune(c.mask(order[:n])) for n in new]
+        if new:
+            for n, mask, values in zip(new, masks, patcher.run(np.stack(masks), bar.update), strict=True):
+                measured[n], sizes[n] = values.numpy(), int(mask.sum())
+
+    def curve() -> Curve:
+        keys = sorted(measured)
+        metrics = np.stack([measured[n] for n in keys])
+        return Curve(np.array([sizes[n] for n in keys]), metrics, patcher.m_model.numpy(), patcher.m_nothing.numpy())
+
+    with tqdm(desc="curve", unit="circuit", disable=not show_progress) as bar:
+        measure([*asked, *mib], bar)
+        for _ in range(ROUNDS):
+            keys = np.array(sorted(measured))
+            whole = Curve(
+                keys, np.stack([measured[n] for n in keys]), patcher.m_model.numpy(), patcher.m_nothing.numpy()
+            )
+            measure(refine(keys, whole.effects()), bar)
+    nothing, model = patcher.m_nothing.mean().item(), patcher.m_model.mean().item()
+    effects = np.array([(measured[n].mean() - nothing) / (model - nothing) for n in mib])
+    back: dict[int, int] = {}
+    for n in sorted(measured):
+        back.setdefault(sizes[n], n)
+    return curve(), mib_areas(effects), back
+
+
+def _random(patcher: Patcher, curve: Curve, settings: Search, show_progress: bool) -> dict[str, list[float]]:
+    """Random circuits (made of whole paths) at up to six sizes of the curve: slow, as they reach every part."""
+    c, rng = patcher.decoder.components, np.random.default_rng(settings.seed)
+    sizes = curve.edges[curve.edges > 0][:-1]
+    sizes = sizes[np.unique(np.linspace(0, len(sizes) - 1, 6).round().astype(int))]
+    masks = [c.random_circuit(int(n), rng) for n in sizes]
+    with tqdm(total=len(masks), desc="random", unit="circuit", disable=not show_progress) as bar:
+        values = patcher.run(np.stack(masks), bar.update).numpy()
+    edges = np.array([int(mask.sum()) for mask in masks] + [c.n_edges])
+    metrics = np.concatenate([values, patcher.m_model.numpy()[None]])
+    return Curve(edges, metrics, patcher.m_model.numpy(), patcher.m_nothing.numpy()).row(settings.seed)
+
+
+def _heads(
+    model: nn.Module, decoder: Decoder, circuit: Circuit, heldout: Prompts, settings: Search, show_progress: bool
+) -> dict[str, Any]:
+    """The ranking of heads and the explained effect of keeping the best n of them."""
+    ranking = circuit.components.rank_heads(circuit.scores)
+    patcher = HeadPatcher(model, heldout)
+    m_model, m_nothing = patcher.run([ranking, []]).numpy()
+    check_spread(m_model, m_nothing, "heads")
+    sizes = log_sizes(len(ranking), min(settings.points, 10)).tolist()
+    with tqdm(desc="heads", unit="set", disable=not show_progress) as bar:
+        curve = refined_curve(
+            sizes,
+            lambda new: patcher.run([ranking[:n] for n in new], bar.update).numpy(),
+            m_model,
+            m_nothing,
+            len(ranking),
+        )
+    return {"names": [f"a{layer}.h{head}" for layer, head in ranking], "curve": curve}

@@ -1,0 +1,305 @@
+"""Score every edge by what removing it would change: EAP, EAP-IG on inputs, exact patching.
+
+    score(u -> v) = < what u writes (clean) - what u writes (corrupted),  gradient of the metric at v's input >
+
+summed over positions, averaged over prompts. It estimates m(model) - m(model with that one edge corrupted): positive
+means the edge raises the metric. EAP takes the gradient on the clean prompt. EAP-IG takes it at points between the
+corrupted and the clean embeddings, and averages:
+
+    path="whole"   over the whole path, as published
+    path="own"     over the part of the path that removing this edge would cover. An edge that carries a share r of all
+                   that changes at its reader moves the reader by r of the way: the gradient is averaged over [1 - r, 1]
+                   r = <what u changes, what all writers before v change> / |what all writers before v change|^2
+
+With "own", small edges are scored by the clean gradient, which is exact for them, and an edge that carries everything
+by the whole path, which it would cover. That ranks all edges more like exact patching; the few largest, which make the
+circuit, are chosen better by "whole" (docs/circuits.md). Exact patching removes every edge in turn.
+
+No copy of the residual stream is kept per head. Going back through a block:
+
+1. Run the block again from its stored input, keeping a graph for this block alone.
+2. The MLP's reader gradient is the vector-Jacobian product of norm and MLP.
+3. One backward pass through attention gives the gradients at q, k, v; head h's reader gradient is
+   LN^T(W_Q^h^T dq_h), made for a slice of the tokens at a time and multiplied with the writers' differences at once.
+4. A head's difference is (z clean - z corrupted) W_O^h, made from the stored z for the same slice.
+
+Stored per token: block inputs, differences of z, differences of MLP outputs: 3 * n_layers * d_model numbers.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..models.decoder import Decoder
+from ..models.hooks import start
+from ..models.memory import SLICES, WRITERS_AT_ONCE
+from ..runs import distributed as processes
+from ..tasks.prompts import Prompts
+from .run import Ablation, Patcher, trace
+
+Method = Literal["exact", "eap", "eap-ig"]
+Path = Literal["own", "whole"]
+MOST_EXACT = 4000  # edges; each costs a forward pass over all prompts
+
+
+def eap(
+    decoder: Decoder,
+    prompts: Prompts,
+    steps: int = 0,
+    n_at_once: int = 16,
+    progress: Callable[[int], None] = lambda n: None,
+    path: Path = "whole",
+    ablation: Ablation = "corrupted",
+) -> np.ndarray:
+    """EAP (steps=0: gradient on the clean prompt) or EAP-IG scores, [readers, writers] fp64.
+
+    Several processes share the prompts; the scores are the same in all of them.
+    """
+    c = decoder.components
+    points = path_points(steps, path)
+    scores = torch.zeros(len(points), c.n_readers, c.n_writers, dtype=torch.float64)
+    products = torch.zeros(c.n_writers, c.n_writers, dtype=torch.float64)
+    prompts = prompts.to(next(decoder.model.parameters()).device)
+    base = None if ablation == "corrupted" else Patcher(decoder, prompts, ablation)
+    own = torch.arange(len(prompts))[processes.rank() :: processes.world()]
+    for first in range(0, len(own), n_at_once):
+        some = own[first : first + n_at_once]
+        part = prompts.take(some)
+        clean, corrupted = _embeddings(decoder, part)
+        if base is None:
+            differences = _differences(decoder, clean, corrupted)
+        else:
+            differences = _from_base(decoder, clean, base, some)
+        differences = _real(differences, part)
+        if len(points) > 1 and path == "own":
+            _writer_products(decoder, differences, products)
+        for point, at_point in zip(points, scores, strict=True):
+            _score_once(decoder, part, clean * point + corrupted * (1 - point), differences, at_point)
+            progress(len(part) * processes.world())
+    scores, products = processes.total(scores), processes.total(products)
+    if len(points) > 1 and path == "own":
+        scores *= torch.from_numpy(stretch_weights(reader_shares(c.possible, products.numpy()), points))
+    else:
+        scores /= len(points)
+    return (scores.sum(0) / len(prompts)).numpy()
+
+
+def path_points(steps: int, path: Path) -> list[float]:
+    """Where gradients are taken: 0 is the corrupted prompt, 1 the clean one. Ascending."""
+    if steps <= 1:
+        return [1.0]
+    if path == "whole":
+        return [(i + 0.5) / steps for i in range(steps)]
+    return [1 - (i / (steps - 1)) ** 2 for i in reversed(range(steps))]  # closer where most edges need them
+
+
+def reader_shares(possible: np.ndarray, products: np.ndarray) -> np.ndarray:
+    """[readers, writers]: which share of the change at a reader each writer carries, between 0 and 1.
+
+    products [writers, writers]: inner products of what the writers change, summed over prompts and positions.
+    """
+    before = possible.astype(float)
+    total = np.einsum("ru,uw,rw->r", before, products, before)
+    shares = np.abs(before @ products) / np.maximum(total, np.finfo(float).tiny)[:, None]
+    return np.clip(shares, 1e-9, 1.0)
+
+
+def stretch_weights(shares: np.ndarray, points: list[float]) -> np.ndarray:
+    """[points, *shares.shape]: weights that average a function, linear between points, over [1 - share, 1]."""
+    weights = np.zeros((len(points), *shares.shape))
+    for i, (left, right) in enumerate(pairwise(points)):
+        begin = np.clip(1 - shares, left, right)
+        # The mean of a linear function is its value in the middle of the part that is covered.
+        place = ((begin + right) / 2 - left) / (right - left)
+        weights[i] += (right - begin) * (1 - place)
+        weights[i + 1] += (right - begin) * place
+    return weights / weights.sum(0)
+
+
+def exact(patcher: Patcher, progress: Callable[[int], None] = lambda n: None) -> np.ndarray:
+    """m(model) - m(model with that one edge corrupted), for every edge, averaged over prompts."""
+    c = patcher.decoder.components
+    edges = np.flatnonzero(c.possible)
+    if len(edges) > MOST_EXACT:
+        raise ValueError(
+            f"exact patching would need {len(edges):,} forward passes over all prompts (at most {MOST_EXACT:,}); "
+            "use --method eap-ig"
+        )
+    scores = np.zeros(c.possible.size)
+    together = 512  # masks to hold in memory at once
+    for first in range(0, len(edges), together):
+        some = edges[first : first + together]
+        masks = np.repeat(c.possible[None], len(some), 0).reshape(len(some), -1)
+        masks[np.arange(len(some)), some] = False
+        effect = patcher.m_model.mean() - patcher.run(masks.reshape(len(some), *c.possible.shape), progress).mean(1)
+        scores[some] = effect.numpy()
+    # Circuits run in batches of different shapes round differently; an edge that does nothing should score nothing.
+    noise = 1e-6 * float((patcher.m_model - patcher.m_nothing).abs().mean())
+    return np.where(np.abs(scores) > noise, scores, 0.0).reshape(c.possible.shape)
+
+
+def _embeddings(decoder: Decoder, prompts: Prompts) -> tuple[Tensor, Tensor]:
+    clean, corrupted = (start(decoder.model, ids, logits=False) for ids in (prompts.clean, prompts.corrupted))
+    decoder.rotations = clean.rotations
+    return clean.embedding, corrupted.embedding
+
+
+@torch.no_grad()
+def _differences(decoder: Decoder, clean: Tensor, corrupted: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """What every writer writes on the clean prompt minus on the corrupted one: input, z per layer, MLP per layer."""
+    zs: list[Tensor] = []
+    mlps: list[Tensor] = []
+    for sign, x in ((-1, corrupted), (1, clean)):
+        for layer in range(decoder.dims.n_layers):
+            z = decoder.heads(layer, x)
+            scaled = decoder.scaled(layer, z)
+            after = x + decoder.write(layer, z)
+            mlp = decoder.mlp(layer, x if decoder.components.parallel else after)
+            if sign < 0:
+                zs.append(scaled)
+                mlps.append(mlp.clone())
+            else:
+                zs[layer], mlps[layer] = scaled - zs[layer], mlp - mlps[layer]
+            x = after + mlp
+    return clean - corrupted, zs, mlps
+
+
+@torch.no_grad()
+def _from_base(decoder: Decoder, clean: Tensor, patcher: Patcher, some: Tensor) -> tuple:
+    """The same against what edges outside a circuit carry with this ablation."""
+    run, base = trace(decoder, clean), patcher.base_of(some)
+    z, mlp = ([a - b for a, b in zip(x, y, strict=True)] for x, y in ((run.z, base.z), (run.mlp_out, base.mlp_out)))
+    return clean - base.embedding, z, mlp
+
+
+def _real(differences: tuple, prompts: Prompts) -> tuple:
+    """Nothing changes after a prompt's end: padding has no say in what share of a reader's input an edge carries."""
+    at_input, zs, mlps = differences
+    real = torch.arange(at_input.shape[1], device=at_input.device) < prompts.lengths[:, None]
+    real = real[..., None].to(at_input.dtype)
+    return at_input * real, [z * real[:, None] for z in zs], [mlp * real for mlp in mlps]
+
+
+@torch.no_grad()
+def _inputs(decoder: Decoder, x: Tensor) -> list[Tensor]:
+    """The residual stream before every block and after the last, [batch, tokens, d_model] each."""
+    inputs = [x]
+    for layer in range(decoder.dims.n_layers):
+        after = x + decoder.write(layer, decoder.heads(layer, x))
+        x = after + decoder.mlp(layer, x if decoder.components.parallel else after)
+        inputs.append(x)
+    return inputs
+
+
+def _score_once(decoder: Decoder, prompts: Prompts, embedding: Tensor, differences, scores: Tensor) -> None:
+    """Add the scores that the gradient at one point gives."""
+    c = decoder.components
+    inputs = _inputs(decoder, embedding)
+    final = inputs.pop().requires_grad_()
+    with torch.enable_grad():
+        metric = prompts.score(decoder.unembed(prompts.at_reads(final))).sum()
+        (gradient,) = torch.autograd.grad(metric, final)
+    del final
+    for part in _slices(len(gradient)):
+        _contract(decoder, gradient[None, part], [c.output], c.n_layers, differences, scores, part)
+    for layer in reversed(range(decoder.dims.n_layers)):
+        x = inputs.pop()
+        gradient = _back(decoder, layer, x, gradient, differences, scores)
+
+
+def _back(decoder: Decoder, layer: int, x: Tensor, gradient: Tensor, differences, scores: Tensor) -> Tensor:
+    """Score the readers of one block; gradient after the block -> gradient before it."""
+    c, heads = decoder.components, range(decoder.dims.n_heads)
+    with torch.no_grad():
+        y = decoder.read(layer, x)
+        qkv = [decoder.project(layer, through, y).requires_grad_() for through in "qkv"]
+        middle = x if c.parallel else x + decoder.write(layer, decoder.mix(layer, *qkv))
+    middle = middle.detach().requires_grad_()
+    with torch.enable_grad():
+        (at_mlp,) = torch.autograd.grad(decoder.mlp(layer, middle), middle, gradient)
+    del middle
+    if not c.parallel:
+        gradient = gradient + at_mlp
+    with torch.enable_grad():
+        written = decoder.write(layer, decoder.mix(layer, *qkv))
+        at_qkv = torch.autograd.grad(written, qkv, gradient)
+    del written, qkv
+    gradient = gradient + at_mlp if c.parallel else gradient
+    rows = [c.head_reader(layer, through, head) for through in "qkv" for head in heads] + [c.mlp_reader(layer)]
+    for part in _slices(len(x)):
+        readers = [at_mlp[None, part]]
+        for through, at in zip("vkq", reversed(at_qkv), strict=True):
+            readers.insert(0, _through_norm(decoder, layer, x[part], decoder.unproject(layer, through, at[part])))
+            gradient[part] += readers[0].sum(0)
+        # All readers of the block together: what writers wrote is made from z once for all of them.
+        _contract(decoder, torch.cat(readers), rows, layer, differences, scores, part)
+        if not c.parallel:  # the MLP also reads the heads of its own block
+            own = [_written(decoder, layer, differences, part)]
+            _add(at_mlp[None, part], rows[-1:], own, c.head_writer(layer), scores)
+    return gradient
+
+
+def _through_norm(decoder: Decoder, layer: int, x: Tensor, gradient: Tensor) -> Tensor:
+    """LN^T: gradients after the norm, one per head [heads, batch, tokens, d_model], to gradients before it."""
+    if decoder.parts[layer].attention_norm is None:
+        return gradient
+    copies = x.detach().expand_as(gradient).requires_grad_()
+    with torch.enable_grad():
+        return torch.autograd.grad(decoder.read(layer, copies), copies, gradient)[0]
+
+
+@torch.no_grad()
+def _writer_products(decoder: Decoder, differences, products: Tensor) -> None:
+    """Add the inner products of what all writers change to products [writers, writers]."""
+    c = decoder.components
+    at_input, _, mlps = differences
+    before = products.clone()
+    for part in _slices(len(at_input)):
+        products[0, 0] += at_input[part].double().square().sum().cpu()
+        for layer in range(c.n_layers):
+            own = torch.cat([_written(decoder, layer, differences, part), mlps[layer][part].flatten()[None]])
+            rows = list(range(c.head_writer(layer), c.mlp_writer(layer) + 1))
+            _contract(decoder, own, rows, layer + 1, differences, products, part)
+    # Only earlier (or equal) columns were filled in; within a layer all of them.
+    added = products - before
+    layer_of = torch.tensor([0] + [1 + (i - 1) // (c.n_heads + 1) for i in range(1, c.n_writers)])
+    later = layer_of[None, :] > layer_of[:, None]
+    products.copy_(before + torch.where(later, added.T, added))
+
+
+def _slices(batch: int) -> list[slice]:
+    size = -(-batch // SLICES)
+    return [slice(i, i + size) for i in range(0, batch, size)]
+
+
+@torch.no_grad()
+def _contract(
+    decoder: Decoder, readers: Tensor, rows: list[int], n_layers: int, differences, scores: Tensor, part: slice
+) -> None:
+    """Inner products of reader gradients [readers, batch, tokens, d_model] with everything the first n_layers write."""
+    at_input, _, mlps = differences
+    block, first = [at_input[part].flatten()[None]], 0
+    for layer in range(n_layers):
+        block += [_written(decoder, layer, differences, part), mlps[layer][part].flatten()[None]]
+        # A handful of writers at a time is slow, all of them at once is a copy of the residual stream for each.
+        if sum(map(len, block)) >= WRITERS_AT_ONCE and layer + 1 < n_layers:
+            first = _add(readers, rows, block, first, scores)
+            block = []
+    _add(readers, rows, block, first, scores)
+
+
+def _written(decoder: Decoder, layer: int, differences, part: slice) -> Tensor:
+    """What the heads of one layer wrote, [heads, batch * tokens * d_model]."""
+    return decoder.write_each(layer, differences[1][layer][part]).flatten(1)
+
+
+@torch.no_grad()
+def _add(readers: Tensor, rows: list[int], block: list[Tensor], first: int, scores: Tensor) -> int:
+    """Add the scores of consecutive writers, the first of them being `first`; returns the one after them."""
+    products = torch.cat(block) @ readers.flatten(1).T
+    scores[rows, first : first + len(products)] += products.T.double().cpu()
+    return first + len(products)

@@ -1,0 +1,4 @@
+"""Text: documents, tokens, packed batches.
+
+Imports runs.
+"""

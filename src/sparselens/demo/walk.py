@@ -1,0 +1,212 @@
+"""`sparselens demo`: train the addition model, make it sparse, draw what is left, and trace one sum through it."""
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..attribution.commands import trace_demo
+from ..circuits.compare import compare
+from ..config import Search, Sparsify, Training, Transcode
+from ..models.loading import is_gated, load, save
+from ..reporting.figures.circuits import draw_all
+from ..reporting.figures.flow import draw_flow
+from ..runs.run import Run, reading
+from ..serving.publish import report
+from ..training.loop import Stage, train
+from ..training.sparsify import sparsify_into
+from ..transcoders.transcode import transcode
+from ..transcoders.transcoder import Transcoder
+from .addition import (
+    ANSWER,
+    CHARACTERS,
+    EXAMPLE,
+    POSITIONS,
+    AdditionBatches,
+    answer,
+    encode,
+    make_model,
+)
+
+DENSE = Training(
+    steps=1200, batch=128, lr=3e-3, decay=0.9, evaluate_every=250, evaluate_sequences=500, checkpoint_every=500
+)
+SPARSE = Sparsify(
+    loss="cross-entropy",
+    density=None,
+    tolerance=0.0015,
+    slack=0.005,
+    slack_until=0.7,
+    control=True,
+    training=Training(
+        steps=1800,
+        batch=128,
+        lr=1e-3,
+        bias_lr=1e-2,
+        decay=0.6,
+        evaluate_every=25,
+        evaluate_sequences=500,
+        checkpoint_every=600,
+    ),
+)
+
+FEATURES = Transcode(
+    features=256, k=8, sparsity=0.01, sparsity_warmup=0.2, steps=500, batch=64, lr=3e-3, decay=0.3, dead_after=20_000,
+    evaluate_every=500, evaluate_sequences=500, checkpoint_every=500,
+)  # fmt: skip
+
+
+def demo(
+    out: str | Path = "runs/demo", seed: int = 0, show_progress: bool = True, say: Callable[[str], None] = print
+) -> Run:
+    """A dense addition model, its control, the sparse one, figures 1 to 4: from nothing. Goes on where it stopped."""
+    out = Path(out)
+    if all(
+        (out / name).is_file()
+        for name in ("summary.json", "figure1.png", "circuits.json", "trace/trace.json", "report.html")
+    ):
+        run = Run(out)
+        say(f"{out} is complete; remove it to run the demo again.\n")
+        with reading(out):
+            _tell(run, say)
+        return run
+    began = time.perf_counter()
+    sparse_settings = dataclasses.replace(SPARSE, training=dataclasses.replace(SPARSE.training, seed=seed))
+    dense_settings = dataclasses.replace(DENSE, seed=seed)
+    asked = {"model": "addition", "seed": seed, "dense": dataclasses.asdict(dense_settings)}
+    asked |= dataclasses.asdict(sparse_settings)
+    resume = (out / "run.json").is_file()
+    run = Run.create(out, "demo", asked, resume)
+    try:
+        batches = AdditionBatches(seed)
+        base, tokenizer = _dense(run, batches, dense_settings, resume, show_progress, say)
+        quiet: dict[str, Any] = {"resume": resume, "show_progress": show_progress, "say": lambda text: None}
+        sparse = sparsify_into(run, base, tokenizer, batches, sparse_settings, **quiet)
+        example = next(
+            (pair for pair in batches.heldout_pairs[:20].tolist() if _both_right(base, sparse, *pair)), EXAMPLE
+        )
+        flow = {"base": trace(base, *example), "sparse": trace(sparse, *example)}
+        run.write("figure1.json", flow)
+        for suffix in ("png", "svg"):
+            draw_flow(flow, out / f"figure1.{suffix}")
+        multiplier = _circuits(run, (base, tokenizer), sparse, seed)
+        features = _features(run, (base, tokenizer), (sparse, tokenizer), batches, example, seed, show_progress)
+        rows = run.read("evaluation.json")
+        dense_row, sparse_row = rows[0], rows[-1]
+        edges_total = flow["base"]["edges"]
+        summary = run.read("summary.json") | {
+            "dense_exact": dense_row["exact"],
+            "sparse_exact": sparse_row["exact"],
+            "density": sparse_row["density"],
+            "edges_open": sparse_row["density"] * edges_total,
+            "edges_total": edges_total,
+            "edges_per_layer": [share * edges_total / 4 for share in sparse_row["density_per_layer"]],
+            "multiplier": multiplier,
+            "features": features,
+            "seconds": round(time.perf_counter() - began, 1),
+        }
+        run.write("summary.json", summary)
+        report(out, say=lambda text: None)
+        for leftover in ("checkpoints", "best", "control/checkpoints", "base/checkpoints"):
+            shutil.rmtree(out / leftover, ignore_errors=True)
+    finally:
+        run.unlock()
+    _tell(run, say)
+    return run
+
+
+def _dense(run: Run, batches: AdditionBatches, settings: Training, resume: bool, show_progress: bool, say):
+    folder = run.path / "base"
+    if (folder / "model").is_dir():
+        return load(folder / "model")
+    model, tokenizer = make_model(settings.seed)
+    stage = Stage("dense", model, batches, folder, settings, steering=500, say=say, show_progress=show_progress)
+    train(stage, resume and folder.is_dir())
+    save(model, tokenizer, folder / "model")
+    return model, tokenizer
+
+
+def _circuits(run: Run, base, sparse, seed: int) -> dict[str, Any] | None:
+    """Figures 2 and 3: how many edges explain addition in the dense, control and sparse model."""
+    control = load(run.path / "control" / "model")
+    names = ("Addition model", "Sparse addition model")
+    options: dict[str, Any] = {"settings": Search(seed=seed), "names": names, "say": lambda text: None}
+    try:
+        result = compare(base, sparse, "addition", control=control, **options)
+    except ValueError as error:  # a model that cannot add has no circuit for it
+        run.write("circuits.json", {"error": str(error)})
+        return None
+    run.write("circuits.json", result)
+    for role, circuit in result.circuits["addition"].items():
+        circuit.save(run.path / f"circuit-addition-{role}.json")
+    draw_all(result, run.path)
+    row = result["tasks"]["addition"]
+    kinds = {"tokens": "attention_edges", "components": "thresholds"}
+    return {kind: row[key]["0.9"] for kind, key in kinds.items() if key in row}
+
+
+def _features(
+    run: Run, base, sparse, batches: AdditionBatches, example: tuple[int, int], seed: int, show_progress: bool
+) -> dict[str, Any]:
+    """Figure 4: features of both models' MLPs, one sum traced through them, and the heads that carry it."""
+    transcoders = {}
+    settings = dataclasses.replace(FEATURES, seed=seed)
+    for name, (model, _) in (("dense", base), ("sparse", sparse)):
+        folder = run.path / "transcoders" / name
+        if not (folder / "results.json").is_file():
+            transcode(
+                model, data=batches, out=folder, settings=settings, name=f"addition-{name}",
+                resume=(folder / "run.json").is_file(), show_progress=show_progress, say=lambda text: None,
+            )  # fmt: skip
+        transcoders[name] = Transcoder.load(folder)
+    trace_demo(base, sparse, transcoders["dense"], transcoders["sparse"], run.path / "trace", example)
+    results = {name: Run(run.path / "transcoders" / name).read("results.json") for name in transcoders}
+    return {name: {key: row[key] for key in ("fvu", "l0")} for name, row in results.items()}
+
+
+def _both_right(base, sparse, a: int, b: int) -> bool:
+    """Held-out sums are tried in order, 36 + 28 first: the picture shows one that both models get right."""
+    return answer(base, a, b) == answer(sparse, a, b) == f"{a + b:05}"
+
+
+def trace(model, a: int, b: int) -> dict[str, Any]:
+    """What figure 1 shows of one model: input, output, and the attention [layer][head][query][key] of one sum."""
+    inputs = encode(torch.tensor([[a, b]]))["input_ids"]
+    options: dict[str, Any] = {"gate_output": "pattern"} if is_gated(model) else {}
+    before = model.config._attn_implementation
+    if not options:
+        model.set_attn_implementation("eager")  # the one that returns its weights
+    with torch.no_grad():
+        output = model(inputs, use_cache=False, output_attentions=True, **options)
+    model.set_attn_implementation(before)
+    text = "".join(CHARACTERS[i] for i in inputs[0])
+    attention = torch.stack(output.attentions)[:, 0]
+    n_edges = int((attention > 0).sum()) if options else attention[..., 0].numel() * (POSITIONS + 1) // 2
+    return {
+        "input": text,
+        "output": text[:-ANSWER] + answer(model, a, b),
+        "edges": n_edges,
+        "attention": [[[[round(w, 6) for w in row] for row in head] for head in layer] for layer in attention.tolist()],
+    }  # fmt: skip
+
+
+def _tell(run: Run, say: Callable[[str], None]) -> None:
+    rows, summary = run.read("evaluation.json"), run.read("summary.json")
+    say(f"{'':10}{'exact sums':>12}{'loss':>10}{'open edges':>16}")
+    for row in rows:
+        edges = row["density"] * summary["edges_total"]
+        say(f"{row['kind']:10}{row['exact']:12.2%}{row['loss']:10.5f}{edges:10.1f} /{summary['edges_total']:5}")
+    layers = ", ".join(f"layer {i}: {n:.1f}" for i, n in enumerate(summary["edges_per_layer"]))
+    say(f"\nopen edges by layer: {layers}")
+    kinds = {"tokens": "attention edges (head, query, key)", "components": "edges of the component graph"}
+    for kind, found in (summary.get("multiplier") or {}).items():
+        say(
+            f"{kinds[kind]} for 90 % of the effect: dense {found['dense_edges']}, sparse {found['sparse_edges']}: "
+            f"{found['multiplier']:.1f}x ({found['low']:.1f} to {found['high']:.1f}, n = {found['n_prompts']} prompts)"
+        )
+    say(f"{summary['seconds']:.0f} s. Open {run.path / 'report.html'}; figures 1 to 4 as pictures are beside it.")
+    say(f"Load the sparse model with sparselens.load('{run.path}').")

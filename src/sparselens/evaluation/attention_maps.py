@@ -1,0 +1,184 @@
+"""What the report shows of a Run's attention and the Run does not hold yet: weights and gate margins on a few prompts.
+
+1. Find the Run's models: the dense base, its matched control, the sparse one. One that cannot be read is noted.
+2. Run every model once per prompt, gates deterministic: attention [layer, head, query, key], gate margins, next tokens.
+3. Keep them in the Run: attention/attention.json (texts, tokens, answers), attention/prompt-N.safetensors (tensors).
+
+A Run with newer models is looked at again; otherwise what is there is used.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..demo.addition import ANSWER, POSITIONS, encode
+from ..models.architectures import base_model, dimensions
+from ..models.loading import is_gated, load
+from ..reporting.sections.attribution import traced_prompts
+from ..runs.run import Run, write_json
+from ..tasks.words import Words, piece
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TEXTS = (
+    'The opposite of "large" is "',
+    "When Mary and John went to the store, John gave a drink to",
+)
+SUMS = ((36, 28), (7, 95), (50, 50), (86, 19))
+FORMAT = 2  # of attention.json; 1 had no token in front of prompts
+MOST_TOKENS = 64  # a page shows this many without becoming a wall
+
+
+def attention_rows(
+    run: Run | Path | str, prompts: tuple[str, ...] = (), say: Callable[[str], None] = print
+) -> dict[str, Any] | None:
+    """The Run's attention/attention.json, made first if it is missing or old; None if the Run has no models yet.
+
+    prompts: shown first, before the built-in ones. For an addition Run: sums, such as "36+28".
+    """
+    run = run if isinstance(run, Run) else Run(run)
+    folders = _folders(run)
+    if "sparse" not in folders and "dense" not in folders:
+        return None
+    addition = run.record["config"].get("model") == "addition"
+    texts = tuple(_sum_text(text) for text in prompts) if addition else prompts
+    for text in texts:
+        _check(text)
+    built_in = tuple(f"{a:02}+{b:02}=" + "?" * ANSWER for a, b in SUMS) if addition else TEXTS
+    traced = tuple(text for text in traced_prompts(run.path) if text.strip())
+    traced = tuple(_sum_text(text) for text in traced) if addition else traced
+    wanted = list(dict.fromkeys((*texts, *traced, *built_in)))
+    kept = _kept(run, folders, (*texts, *traced))
+    if kept is not None:
+        return kept
+    say(f"looking at the attention of {', '.join(folders)} on {len(wanted)} prompts")
+    rows = _look(folders, wanted, addition, run.path / "attention", say)
+    write_json(run.path / "attention" / "attention.json", rows)
+    return rows
+
+
+def _folders(run: Run) -> dict[str, Path | str]:
+    """Where the Run's models are. A sparsify Run names its base; a demo has trained its own."""
+    found: dict[str, Path | str] = {}
+    if (run.path / "base" / "model").is_dir():
+        found["dense"] = run.path / "base" / "model"
+    elif run.record["kind"] == "sparsify" and run.record["config"].get("model"):
+        found["dense"] = str(run.record["config"]["model"])
+    for role, folder in (("control", run.path / "control" / "model"), ("sparse", run.path / "model")):
+        if folder.is_dir():
+            found[role] = folder
+    return found
+
+
+def _kept(run: Run, folders: dict[str, Path | str], texts: tuple[str, ...]) -> dict[str, Any] | None:
+    """What an earlier call left, if it has these prompts and is not older than the models."""
+    path = run.path / "attention" / "attention.json"
+    if not path.is_file():
+        return None
+    weights = [Path(folder).glob("*.safetensors") for folder in folders.values() if Path(folder).is_dir()]
+    newest = max((file.stat().st_mtime for files in weights for file in files), default=0.0)
+    rows = run.read("attention/attention.json")
+    have = {prompt["text"] for prompt in rows["prompts"]}
+    fresh = rows.get("format") == FORMAT and path.stat().st_mtime >= newest
+    return rows if fresh and have.issuperset(texts) else None
+
+
+def _check(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"prompt {text!r} holds half a character ({error.reason}); no tokenizer can read it") from None
+    if not text.strip():
+        raise ValueError("an empty prompt has nothing to look at; give some text with --prompt")
+
+
+def _sum_text(text: str) -> str:
+    """`36+28` (with or without =?????) as the addition model reads it."""
+    left, plus, right = text.partition("=")[0].partition("+")
+    if not (plus and left.strip().isdecimal() and right.strip().isdecimal()) or max(int(left), int(right)) > 99:
+        raise ValueError(f"prompt {text!r}: this Run's model adds two numbers from 0 to 99; write for example 36+28")
+    return f"{int(left):02}+{int(right):02}=" + "?" * ANSWER
+
+
+def _look(folders: dict[str, Path | str], texts: list[str], addition: bool, out: Path, say: Callable) -> dict[str, Any]:
+    from safetensors.torch import save_file
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    prompts: list[dict[str, Any]] = [{"text": text, "models": {}} for text in texts]
+    tensors: list[dict[str, torch.Tensor]] = [{} for _ in texts]
+    notes, shape = [], None
+    for role, folder in folders.items():
+        try:
+            model, tokenizer = load(folder, device=device)
+        except ValueError as error:
+            notes.append(f"The {role} model is not shown: {error}")
+            say(notes[-1])
+            continue
+        d = dimensions(base_model(model).config)
+        shape = shape or {"n_layers": d.n_layers, "n_heads": d.n_heads}
+        for prompt, kept in zip(prompts, tensors, strict=True):
+            ids, pieces, cut = _tokens(tokenizer, prompt["text"], addition, d.max_tokens)
+            prompt |= {"tokens": pieces, "cut": cut}
+            prompt["models"][role], found = look(model, tokenizer, ids)
+            kept |= {f"{role}.{name}": tensor for name, tensor in found.items()}
+        del model
+    out.mkdir(parents=True, exist_ok=True)
+    for i, (prompt, kept) in enumerate(zip(prompts, tensors, strict=True)):
+        prompt["file"] = f"prompt-{i}.safetensors"
+        save_file(kept, out / prompt["file"])
+    return {"format": FORMAT, "shape": shape, "parallel_answer": addition, "prompts": prompts, "notes": notes}
+
+
+def _tokens(
+    tokenizer: "PreTrainedTokenizerBase", text: str, addition: bool, longest: int
+) -> tuple[torch.Tensor, list[str], bool]:
+    """(ids [1, tokens], the piece of text each stands for, whether the prompt was cut)."""
+    if addition:
+        ids = encode(torch.tensor([[int(text[:2]), int(text[3:5])]]))["input_ids"]
+        return ids, list(text[:POSITIONS]), False
+    tokens = Words(tokenizer).encode(text)
+    found = tokenizer(text, return_offsets_mapping=tokenizer.is_fast)
+    offsets = list(found.get("offset_mapping") or [(0, 0)] * len(found["input_ids"]))
+    offsets = [(0, 0)] * (tokens[:1] != found["input_ids"][:1]) + offsets  # the token put in front is no text of theirs
+    offsets = offsets[: len(tokens)]
+    pieces, last = [], 0
+    for i, (start, end) in zip(tokens, offsets, strict=True):
+        # The prompt's own characters, with the space before a word that some tokenizers swallow.
+        pieces.append(text[last if start > last else start : end] if end > start else piece(tokenizer, i))
+        last = max(last, end)
+    most = min(MOST_TOKENS, longest)
+    return torch.tensor([tokens[:most]]), pieces[:most], len(tokens) > most
+
+
+@torch.no_grad()
+def look(
+    model: nn.Module, tokenizer: "PreTrainedTokenizerBase", ids: torch.Tensor
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """(what the model says at every position, attention): `weights` fp16 and, for a gated model, `margin` fp32.
+
+    ids: [1, tokens]. Tensors are [n_layers, n_heads, queries, keys]; masked pairs are 0, their margin -inf.
+    """
+    ids = ids.to(next(model.parameters()).device)
+    gated = is_gated(base_model(model))
+    if not gated:
+        base_model(model).set_attn_implementation("eager")  # the one that returns its weights
+    common: dict[str, Any] = {"use_cache": False, "output_attentions": True}
+    output = model(ids, **common, **({"gate_output": "pattern"} if gated else {}))
+    weights = torch.stack(output.attentions)[:, 0]
+    # fp16 rounds the weakest edges to nothing; the picture must not lose an edge that is there.
+    smallest = torch.finfo(torch.float16).tiny
+    kept = torch.where(weights > 0, weights.clamp(min=smallest), weights)
+    found = {"weights": kept.half().cpu().contiguous()}
+    if gated:
+        margins = model(ids, **common, gate_output="margin").attentions
+        found["margin"] = torch.stack(margins)[:, 0].float().cpu().contiguous()
+    probability, best = output.logits[0].float().softmax(-1).max(-1)
+    says = {
+        "says": [piece(tokenizer, i) for i in best.tolist()],
+        "probability": [round(p, 4) for p in probability.tolist()],
+    }
+    return says, found

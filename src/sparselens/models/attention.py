@@ -1,0 +1,172 @@
+"""What transformers calls in place of its own attention: gates, document masks in linear memory, counts of pairs.
+
+Registered under the name "sparselens". Keyword arguments of `model(...)` that reach the gates:
+    gate_sample   draw the gates (training) instead of opening them where G > 0
+    gate_seed     seed of the draw; layer, batch, head, query and key are mixed in. (seed, n): draw as the sequences of
+                  a larger batch would, from its n-th on
+    gate_output   what comes back in `outputs.attentions[layer]` with output_attentions=True:
+                  "edges" [batch, n_heads, 2]: open edges and allowed pairs (default); "pattern" and "margin"
+                  [batch, n_heads, queries, keys]: gate * softmax, and G = S + b
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from ..gating import gated_attention, gated_pattern
+from ..gating.noise import later_seed, layer_seed
+from .architectures import architecture
+
+NAME = "sparselens"
+DENSE_SHARE = 0.25  # |attention output| / |values| in a dense model: 0.2 to 0.6 in Gemma-3-270m
+LEAST_FACTOR = 1e-3  # where nothing is left the norm's own epsilon, usually 1e-6, bounds its gradient at 1e3
+
+
+@torch.compiler.disable  # the seed changes with every step and layer: a compiled block calls this as it is
+def gated_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    gate_sample: bool = False,
+    gate_seed: int | tuple[int, int] = 0,
+    gate_output: str = "edges",
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """What transformers calls in place of its own attention; returns ([batch, queries, n_heads, d_head], record)."""
+    bias = getattr(module, "gate_bias", None)
+    if bias is None:
+        raise ValueError(
+            f"{type(module).__name__} has no gates although its attention is {NAME!r}: "
+            "load this model with sparselens.load(), not with from_pretrained()."
+        )
+    if dropout:
+        raise ValueError(f"gated attention has no dropout (got {dropout}); set the config's attention dropout to 0")
+    seed, first = gate_seed if isinstance(gate_seed, tuple) else (gate_seed, 0)
+    complete = attention_mask is not None and attention_mask.ndim == 4
+    if complete and attention_mask.dtype != torch.bool:  # type: ignore[union-attr]
+        attention_mask = attention_mask > torch.finfo(attention_mask.dtype).min / 2  # type: ignore
+    options: dict[str, Any] = dict(
+        scale=scaling,
+        causal=not complete,  # a 4-dimensional mask already says everything
+        window=None if complete else sliding_window,
+        softcap=softcap,
+        mask=attention_mask,
+        sample=gate_sample,
+        seed=later_seed(layer_seed(seed, module.layer_idx), first, query.shape[1]),  # type: ignore[arg-type]
+        normalise=module.config.sparselens["normalise"],  # type: ignore[union-attr,index]
+    )
+    out, edges = gated_attention(query, key, value, bias, **options)
+    if module.training and architecture(module.config).attention_post:
+        out = bounded(out, value)
+    if gate_output == "edges":
+        pairs = pairs_once(attention_mask, query.shape[2], key.shape[2], options["window"], query.device, edges.dtype)
+        record = torch.stack([edges, pairs.expand_as(edges)], dim=-1)
+    elif gate_output in ("pattern", "margin"):
+        pattern, _edges = gated_pattern(query, key, bias, **options)
+        record = pattern.weights if gate_output == "pattern" else pattern.margin
+    else:
+        raise ValueError(f"gate_output={gate_output!r}: expected 'edges', 'pattern' or 'margin'")
+    return out.transpose(1, 2), record
+
+
+def bounded(out: Tensor, value: Tensor) -> Tensor:
+    """`out` itself; where gates let little of the attention through, its gradient is as much smaller, token by token.
+
+    For families with a norm right behind attention (Gemma, OLMo 2). The norm brings whatever is left back to full size,
+    and so multiplies the gradient of every closed gate by one over the share that is left: in every layer, and they
+    add up to gradients of 1e15 (docs/LOG.md). Without such a norm nothing of the kind happens, and this undoes it.
+    """
+    with torch.no_grad():
+        group = out.shape[1] // value.shape[1]
+        full = group * value.float().square().sum((1, 3)).mean(1, keepdim=True)  # all attention on one average token
+        share = (out.float().square().sum((1, 3)) / full.clamp(min=torch.finfo(full.dtype).tiny)).sqrt()
+        factor = (share / DENSE_SHARE).clamp(LEAST_FACTOR, 1)[:, None, :, None].to(out.dtype)
+    return out.detach() + (out - out.detach()) * factor
+
+
+def document_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function=causal_mask_function,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs,
+) -> Tensor | None:
+    """The mask in linear memory: the document number of every key, [batch, keys], 0 for padding; None if all are one.
+
+    Two neighbouring tokens that may not see each other belong to different documents, so asking transformers' own
+    mask function about neighbours is enough to find packed documents (and chunks). Whatever does not fit this form
+    (custom mask functions, static caches) is built in full, [batch, 1, queries, keys].
+    """
+    if use_vmap or int(q_offset) + q_length != int(kv_offset) + kv_length:
+        kwargs["allow_is_causal_skip"] = False
+        return sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+            use_vmap=use_vmap, device=device, **kwargs,
+        )  # fmt: skip
+    if mask_function is causal_mask_function and attention_mask is None:
+        return None
+    position = torch.arange(1, kv_length, device=device)[None, :] + kv_offset
+    batch = torch.arange(batch_size, device=device)[:, None]
+    together = mask_function(batch, torch.zeros_like(batch), position, position - 1).expand(batch_size, -1)
+    document = torch.ones(batch_size, kv_length, dtype=torch.int32, device=device)
+    document[:, 1:] += (~together).cumsum(1, dtype=torch.int32)
+    if attention_mask is not None:
+        document *= attention_mask[:, int(kv_offset) : int(kv_offset) + kv_length].to(torch.int32)
+    return document
+
+
+def count_pairs(mask: Tensor | None, queries: int, keys: int, window: int | None, device) -> Tensor:
+    """How many (query, key) pairs the mask allows, fp64 [batch] (or [1]), without building the pairs."""
+    if mask is not None and mask.ndim == 4:
+        return mask.sum((-1, -2), dtype=torch.float64).mean(1)
+    document = torch.ones(1, keys, dtype=torch.int32, device=device) if mask is None else mask
+    real = document != 0
+    # seen[t] tokens up to t are real; a document starts where its number first appears (numbers only grow).
+    seen = torch.cat([real.new_zeros(len(document), 1), real], 1).cumsum(1)
+    number = document.cummax(1).values
+    position = torch.arange(keys, device=device).expand_as(number)
+    first = torch.ones_like(real)
+    first[:, 1:] = number[:, 1:] != number[:, :-1]
+    start = torch.where(first, position, 0).cummax(1).values
+    if window is not None:
+        start = torch.maximum(start, position - window + 1)
+    visible = (seen[:, 1:] - seen.gather(1, start)) * real
+    return visible[:, keys - queries :].sum(1).to(torch.float64)
+
+
+def pairs_once(mask: Tensor | None, queries: int, keys: int, window: int | None, device, dtype) -> Tensor:
+    """`count_pairs` as [batch or 1, 1], once per forward pass: its many small kernels would cost as much as attention.
+
+    Layers share the mask tensor, so the count is kept on it; without a mask it depends on the sizes alone.
+    """
+    if mask is None:
+        return _causal_pairs(queries, keys, window, device, dtype)
+    known = mask.__dict__.setdefault("_sparselens_pairs", {})
+    if (queries, window, dtype) not in known:
+        known[queries, window, dtype] = count_pairs(mask, queries, keys, window, device).to(dtype)[:, None]
+    return known[queries, window, dtype]
+
+
+@functools.lru_cache(maxsize=64)
+def _causal_pairs(queries: int, keys: int, window: int | None, device, dtype) -> Tensor:
+    with torch.inference_mode(False):  # the tensor outlives the caller
+        return count_pairs(None, queries, keys, window, device).to(dtype)[:, None]
+
+
+AttentionInterface.register(NAME, gated_attention_forward)
+AttentionMaskInterface.register(NAME, document_mask)

@@ -1,0 +1,161 @@
+"""Look into a Hugging Face model while it runs, and change what it computes, at Sites. Forward hooks, nothing patched.
+
+    with capture(model, ["a3.h1", "m4"]) as seen:         seen["m4"]: what the MLP wrote, [batch, tokens, d_model]
+        model(ids)                                        seen["a3.h1"]: the head's value mix, [batch, tokens, d_head]
+    with patch(model, {"a3.h1": 0.0, "m4": seen["m4"]}):  run with a head silenced and an MLP's output replaced
+        model(ids)
+
+A head's value mix z is the attention-weighted sum of its values; what it writes to the residual stream is z W_O.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .architectures import Site, attention_modules, base_model, blocks, dimensions, mlp_modules, output_projections
+
+Value = Tensor | float | Callable[[Tensor], Tensor]
+
+
+def check_site(model: nn.Module, site: "str | Site") -> Site:
+    """The parsed site; ValueError when this model has no such part."""
+    site, d = Site.parse(site), dimensions(base_model(model).config)
+    if site.layer >= d.n_layers or (site.head is not None and site.head >= d.n_heads):
+        raise ValueError(f"no site {site} in this model: it has {d.n_layers} layers of {d.n_heads} heads")
+    return site
+
+
+@contextmanager
+def capture(model: nn.Module, sites: Iterable[str | Site]) -> Iterator[dict[str, Tensor]]:
+    """What these sites compute in the forward passes inside the block (the last one wins), with gradient.
+
+    `a3` gives the value mixes of all heads [batch, tokens, n_heads, d_head], `a3.h1` one of them, `m4` an MLP's output.
+    """
+    seen: dict[str, Tensor] = {}
+    d = dimensions(base_model(model).config)
+    mixes, mlps = output_projections(model), mlp_modules(model)
+
+    def heads(site: Site) -> Callable:
+        def hook(module: nn.Module, arguments: tuple) -> tuple:
+            # What is kept is what is passed on, or no gradient would ever reach it.
+            z = arguments[0].unflatten(-1, (d.n_heads, d.d_head))
+            if site.head is None:
+                seen[str(site)] = z
+            else:
+                each = z.unbind(-2)
+                seen[str(site)], z = each[site.head], torch.stack(each, -2)
+            return (z.flatten(-2), *arguments[1:])
+
+        return hook
+
+    def mlp(site: Site) -> Callable:
+        def hook(module: nn.Module, arguments: tuple, output: Tensor) -> None:
+            seen[str(site)] = output
+
+        return hook
+
+    handles = []
+    try:
+        for site in [check_site(model, site) for site in sites]:
+            if site.kind == "a":
+                handles.append(mixes[site.layer].register_forward_pre_hook(heads(site)))
+            else:
+                handles.append(mlps[site.layer].register_forward_hook(mlp(site)))
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def patch(model: nn.Module, values: Mapping[str, Value] | Mapping[Site, Value]) -> Iterator[None]:
+    """Replace what sites compute: by a tensor, a number, or a function of what they would have computed.
+
+    Shapes as in `capture`. Patches of a layer's heads are applied in the order given.
+    """
+    d = dimensions(base_model(model).config)
+    mixes, mlps = output_projections(model), mlp_modules(model)
+
+    def apply(value: Value, old: Tensor) -> Tensor:
+        new = value(old) if callable(value) else value
+        return new.to(old) if isinstance(new, Tensor) else torch.full_like(old, new)
+
+    def heads(site: Site, value: Value) -> Callable:
+        def hook(module: nn.Module, arguments: tuple) -> tuple:
+            z = arguments[0].unflatten(-1, (d.n_heads, d.d_head))
+            if site.head is None:
+                z = apply(value, z).expand_as(z)
+            else:
+                z = z.clone()
+                z[..., site.head, :] = apply(value, z[..., site.head, :])
+            return (z.flatten(-2), *arguments[1:])
+
+        return hook
+
+    def mlp(value: Value) -> Callable:
+        return lambda module, arguments, output: apply(value, output).expand_as(output)
+
+    handles = []
+    try:
+        for name, value in values.items():
+            site = check_site(model, name)
+            if site.kind == "a":
+                handles.append(mixes[site.layer].register_forward_pre_hook(heads(site, value)))
+            else:
+                handles.append(mlps[site.layer].register_forward_hook(mlp(value)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass
+class Start:
+    """What a model feeds its first block, and what came out at the end."""
+
+    embedding: Tensor  # [batch, tokens, d_model]: the residual stream before the first block
+    rotations: list[tuple[Tensor, Tensor] | None]  # per layer: cos, sin of the rotary embedding, [1, tokens, d]
+    logits: Tensor | None  # [batch, positions, vocabulary], where asked for
+
+
+class _Enough(Exception):
+    """Everything asked for has been seen; the rest of the forward pass is not needed."""
+
+
+def start(model: nn.Module, ids: Tensor, logits: bool = True, last: int = 0) -> Start:
+    """Run the model once and keep what only it knows: embeddings as the blocks get them, rotations, its own logits.
+
+    last: how many positions to keep logits of, counted from the end; 0 is all of them.
+    """
+    found: dict[str, Any] = {}
+    layers = attention_modules(model)
+    rotations: list[tuple[Tensor, Tensor] | None] = [None] * len(layers)
+
+    def first(module: nn.Module, arguments: tuple, keywords: dict) -> None:
+        found["embedding"] = arguments[0] if arguments else keywords["hidden_states"]
+
+    def rotation(layer: int) -> Callable:
+        def hook(module: nn.Module, arguments: tuple, keywords: dict) -> None:
+            if keywords.get("position_embeddings") is not None:
+                cos, sin = keywords["position_embeddings"]
+                rotations[layer] = (cos[:1], sin[:1])
+            if layer + 1 == len(layers) and not logits:
+                raise _Enough
+
+        return hook
+
+    handles = [blocks(model)[0].register_forward_pre_hook(first, with_kwargs=True)]
+    handles += [m.register_forward_pre_hook(rotation(i), with_kwargs=True) for i, m in enumerate(layers)]
+    try:
+        with torch.no_grad():
+            found["logits"] = model(input_ids=ids, use_cache=False, logits_to_keep=last).logits
+    except _Enough:
+        found["logits"] = None
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Start(found["embedding"], rotations, found["logits"])

@@ -1,0 +1,324 @@
+"""Gates inside unmodified Hugging Face decoders, and load/save that can never silently give a dense model.
+
+The gated attention (attention.py) is registered with transformers under the name "sparselens". A model is
+gated when (1) its config says `attn_implementation: sparselens` and (2) every attention module has a parameter
+`gate_bias` of shape [n_heads]. Both are saved: the first in config.json, where a transformers that has not imported
+sparselens stops with "attn_implementation=sparselens is not supported"; the second beside the other weights.
+"""
+
+import mmap
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers import __version__ as transformers_version
+from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
+
+from ..config import Gate
+from ..runs.run import Run, read_json, reading, whole_folder
+from .architectures import architecture, attention_modules, dimensions
+from .attention import NAME
+
+INDEX = "model.safetensors.index.json"  # which file has which weight, where there are several
+SAFE: Any = {"trust_remote_code": False}  # said aloud: left open, transformers asks the user to run a stranger's code
+ADAPTER_PREFIX = "sparselens:"  # marks an adapter's base so that plain peft cannot load it without its gates
+
+
+def install_gates(model: PreTrainedModel, gate: Gate) -> PreTrainedModel:
+    """Put gates into a dense model, in place: a learnable bias per head and the gated attention."""
+    if is_gated(model):
+        raise ValueError("this model already has gates; change its `gate_bias` parameters instead of adding new ones")
+    architecture(model.config)
+    n_heads = dimensions(model.config).n_heads
+    for name in ("attn_pdrop", "attention_dropout"):
+        if getattr(model.config, name, None):
+            setattr(model.config, name, 0.0)
+    module: Any
+    for module in attention_modules(model):
+        weight = next(module.parameters())
+        # fp32 whatever the model's dtype: steps of a slowly learnt bias vanish in bf16.
+        module.gate_bias = nn.Parameter(torch.full((n_heads,), float(gate.bias), device=weight.device))
+        if isinstance(getattr(module, "attention_dropout", None), float | int):
+            module.attention_dropout = 0.0
+        if isinstance(getattr(module, "attn_dropout", None), nn.Dropout):
+            module.attn_dropout.p = 0.0
+    model.config.sparselens = {"version": 1, "normalise": gate.normalise}
+    model.set_attn_implementation(NAME)
+    # An ordinary attribute, so that every save_pretrained writes it and every from_pretrained trips over it.
+    model.config.attn_implementation = NAME
+    return model
+
+
+def is_gated(model: nn.Module) -> bool:
+    return getattr(model.config, "sparselens", None) is not None
+
+
+def gate_biases(model: nn.Module) -> list[nn.Parameter]:
+    """The gate bias [n_heads] of every layer."""
+    return [module.gate_bias for module in attention_modules(model)]  # type: ignore[misc]
+
+
+def load(
+    source: str | Path, gate: Gate | None = None, dtype: str = "float32", device: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """(model, tokenizer) from a hub name, a folder, a Run or a .gguf file: dense or sparse, as it was saved.
+
+    gate: put gates into a dense model. Refused for a model that has gates already.
+    """
+    path = Path(source)
+    if (path / "run.json").is_file():
+        path = path / "model"
+        if not path.is_dir():
+            raise ValueError(Run(source).without_model())
+        source = path
+    model: Any
+    if (path / "adapter_config.json").is_file():
+        model, tokenizer = _load_adapter(path, dtype)
+    elif path.suffix == ".gguf":
+        model, tokenizer = _load_gguf(path, dtype)
+    else:
+        model, tokenizer = _load_folder(str(source), dtype)
+    if gate is not None:
+        install_gates(model, gate)
+    model.eval()
+    return (model.to(device) if device else model), tokenizer  # type: ignore[arg-type]
+
+
+def _load_folder(source: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    index = Path(source) / INDEX
+    if index.is_file():
+        with reading(index):
+            outside = [name for name in read_json(index)["weight_map"].values() if Path(name).name != name]
+        if outside:
+            raise ValueError(f"{index} names a file outside its folder: {outside[0]}")
+    try:
+        with _quiet():
+            config = AutoConfig.from_pretrained(source, **SAFE)
+            tokenizer = AutoTokenizer.from_pretrained(source, **SAFE)
+            tokenizer("a")  # damaged settings show when it is first used
+    except Exception as error:  # a damaged config or tokenizer shows as any kind of error
+        raise ValueError(
+            f"no model found at {source!r}: expected a Hugging Face name, a model folder, a Run or a .gguf file "
+            f"({_first_line(error)})"
+        ) from error
+    settings = getattr(config, "sparselens", None)
+    if settings is not None and (not isinstance(settings, dict) or settings.get("normalise") not in ("all", "open")):
+        raise ValueError(f"the settings of the gates in {source!r} are damaged: {settings!r}")
+    # The dense weights are loaded first, knowingly; the gates follow, and a missing one is an error.
+    options = {"attn_implementation": "eager"} if settings else {}  # the one every family has
+    try:
+        with _quiet():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source, dtype=getattr(torch, dtype), use_safetensors=True, output_loading_info=True, **SAFE, **options
+            )
+            model, report = loaded
+    except Exception as error:  # safetensors, OSError and shape errors: all mean the same to the caller
+        pickled = any(Path(source).glob("*.bin")) and not any(Path(source).glob("*.safetensors"))
+        hint = "; pickled weights (.bin) are never read, convert them to safetensors" if pickled else ""
+        raise ValueError(f"the weights at {source!r} cannot be read: {_first_line(error)}{hint}") from error
+    _refuse_incomplete(model, report, source)
+    if settings:
+        del model.config.sparselens
+        install_gates(model, Gate(normalise=settings["normalise"]))
+        _restore_gates(model, _read_gates(source))
+    return model, tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _refuse_incomplete(model: PreTrainedModel, report: dict[str, Any], source: str) -> None:
+    """transformers fills missing weights with random ones, and a NaN spoils every number that comes after it."""
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(f"the weights at {source!r} are not complete: {len(missing)} missing, first {missing[0]}")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) and not 0 <= module.p <= 1:
+            raise ValueError(f"the config of {source!r} says dropout {module.p}: expected a share between 0 and 1")
+    bad = next((name for name, p in model.named_parameters() if not p.isfinite().all()), None)
+    if bad is not None:
+        raise ValueError(f"the weights at {source!r} hold NaN or infinite numbers, first in {bad}; they are damaged")
+
+
+def _read_gates(source: str) -> dict[str, Tensor]:
+    """Every `gate_bias` tensor in the safetensors files of a folder or hub repository."""
+    from safetensors import safe_open
+
+    index = cached_file(source, INDEX, _raise_exceptions_for_missing_entries=False)
+    names = ["model.safetensors"]
+    if index:
+        with reading(index):
+            names = sorted(set(read_json(Path(index))["weight_map"].values()))
+    found: dict[str, Tensor] = {}
+    for name in names:
+        with safe_open(cached_file(source, name), framework="pt") as file:  # type: ignore[arg-type]
+            found |= {key: file.get_tensor(key) for key in file.keys() if key.endswith(".gate_bias")}  # noqa: SIM118 (not a dict)
+    return found
+
+
+def _restore_gates(model: nn.Module, saved: dict[str, Tensor]) -> None:
+    mine = {name: parameter for name, parameter in model.named_parameters() if name.endswith(".gate_bias")}
+    if mine.keys() != saved.keys():
+        missing = sorted(mine.keys() - saved.keys())
+        raise ValueError(
+            f"this sparse model lacks its gates ({len(missing)} of {len(mine)} missing, first: {missing[:1]}); "
+            "refusing to load it without them. Save it again with sparselens.save()."
+        )
+    with torch.no_grad():
+        for name, parameter in mine.items():
+            if saved[name].shape != parameter.shape or not saved[name].isfinite().all():
+                raise ValueError(f"the gates {name} are damaged: expected {len(parameter)} finite numbers")
+            parameter.copy_(saved[name])
+
+
+def _load_gguf(path: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    if not path.is_file():
+        raise ValueError(f"no such file: {path}")
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise ValueError("reading .gguf files needs the gguf package: pip install 'sparselens[gguf]'") from None
+    folder, name = str(path.parent), path.name
+    try:
+        with _quiet():
+            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, **SAFE)
+            loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=getattr(torch, dtype), **SAFE)
+    except Exception as error:
+        raise ValueError(f"{path} is not a readable GGUF file: {_first_line(error)}") from error
+    whole, words = whole_words(tokenizer)
+    if whole < words / 2:
+        raise ValueError(
+            f"transformers {transformers_version} reads the tokenizer of {path} wrongly: of {words} words in its "
+            f"vocabulary {whole} come back as one token. Update it (pip install -U transformers; 5.22 reads Gemma's)."
+        )
+    if _adds_bos(path) and tokenizer.bos_token is not None:
+        tokenizer.add_bos_token = True  # type: ignore[misc]
+    # transformers refuses to save a model that came from a gguf file; a fresh one of the same config is just a model.
+    config = AutoConfig.for_model(**{k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"})
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model.load_state_dict(loaded.state_dict())
+    model.tie_weights()
+    model.generation_config = loaded.generation_config
+    model.config._name_or_path = str(path)
+    return model, tokenizer
+
+
+def whole_words(tokenizer: PreTrainedTokenizerBase, most: int = 200) -> tuple[int, int]:
+    """(how many come back as one token, how many were tried) of the longer words in a vocabulary.
+
+    All of them in GPT-2's and Gemma's, three quarters in Llama's, 1 % where merges were lost on the way.
+    """
+    vocabulary = tokenizer.get_vocab()
+    words = [w for w in sorted(vocabulary) if len(w) > 5 and (bare := w.lstrip("▁Ġ")).isascii() and bare.isalpha()]
+    tried = [vocabulary[word] for word in words[:: max(1, len(words) // most)]]
+    found = [tokenizer(tokenizer.decode([i]), add_special_tokens=False)["input_ids"] for i in tried]
+    return sum(ids == [i] for ids, i in zip(found, tried, strict=True)), len(tried)
+
+
+def _load_adapter(path: Path, dtype: str) -> tuple[Any, PreTrainedTokenizerBase]:
+    from peft import PeftConfig, PeftModel
+    from safetensors.torch import load_file
+
+    try:
+        config = PeftConfig.from_pretrained(str(path))
+    except Exception as error:
+        raise ValueError(f"{path / 'adapter_config.json'} is damaged: {_first_line(error)}") from error
+    name = config.base_model_name_or_path
+    if not isinstance(name, str) or not name.startswith(ADAPTER_PREFIX):
+        raise ValueError(
+            f"{path} holds a plain PEFT adapter without gates; sparselens.save() writes adapters with them"
+        )
+    base, tokenizer = load(name.removeprefix(ADAPTER_PREFIX), dtype=dtype)
+    for file in ("gates.safetensors", "gates.json", "adapter_model.safetensors"):
+        if not (path / file).is_file():  # without the last, peft would take a pickle in its place
+            raise ValueError(f"{path} lacks {file}; refusing to load a sparse adapter without its gates")
+    with reading(path / "gates.json"):
+        settings = read_json(path / "gates.json")
+        if settings is not None:  # as it is for the adapter of a dense control, which was saved without gates
+            install_gates(base, Gate(normalise=settings["normalise"]))
+    config.base_model_name_or_path = name.removeprefix(ADAPTER_PREFIX)
+    try:
+        gates = load_file(path / "gates.safetensors")
+        model = PeftModel.from_pretrained(base, str(path), config=config)  # type: ignore[arg-type]
+    except Exception as error:  # safetensors' own error, or shapes that do not fit the base
+        raise ValueError(f"the adapter in {path} cannot be read: {_first_line(error)}") from error
+    _restore_gates(base, gates)
+    return model, tokenizer
+
+
+def save(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path) -> Path:
+    """Write a Hugging Face folder that `load` brings back exactly as it is, gates and adapters included.
+
+    The folder appears whole or not at all: it is written beside its final place and then renamed.
+    """
+    folder = Path(folder)
+    with whole_folder(folder) as fresh:
+        with _quiet():
+            if hasattr(model, "peft_config"):
+                _save_adapter(model, fresh)
+            else:
+                model.save_pretrained(fresh)  # type: ignore[operator]
+        if tokenizer is not None:
+            tokenizer.save_pretrained(fresh)
+    return folder
+
+
+def _save_adapter(model: Any, folder: Path) -> None:
+    """Adapter weights, gates, and the name of the base: small, but it needs the base to be found again."""
+    import json
+
+    from safetensors.torch import save_file
+
+    base = model.get_base_model()
+    name = base.config._name_or_path
+    if not name:
+        raise ValueError(
+            "the adapter's base model has no name to load it by; merge_and_unload() it and save the result"
+        )
+    config = model.peft_config["default"]
+    before = config.base_model_name_or_path
+    config.base_model_name_or_path = f"{ADAPTER_PREFIX}{name}"
+    try:
+        # Without this, PEFT looks for the base under its marked name, to see whether the vocabulary has grown.
+        model.save_pretrained(folder, save_embedding_layers=False)
+    finally:
+        config.base_model_name_or_path = before
+    # PEFT renames modules it wraps, but the gates sit on attention modules, which it does not touch.
+    gates = {n: p.detach().cpu().contiguous() for n, p in base.named_parameters() if n.endswith(".gate_bias")}
+    save_file(gates, folder / "gates.safetensors")
+    (folder / "gates.json").write_text(json.dumps(getattr(base.config, "sparselens", None)))
+
+
+class _quiet:
+    """Silence transformers' own bars and its report of unexpected weights (the gates, which are read afterwards)."""
+
+    def __enter__(self) -> None:
+        self.level = transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        self.caught = warnings.catch_warnings()
+        self.caught.__enter__()
+
+    def __exit__(self, *error) -> None:
+        self.caught.__exit__(*error)
+        transformers_logging.set_verbosity(self.level)
+        transformers_logging.enable_progress_bar()
+
+
+def _adds_bos(path: Path) -> bool:
+    """Whether a GGUF file wants BOS in front of texts; transformers does not look. Key, 4 bytes of type, 0 or 1."""
+    key = b"tokenizer.ggml.add_bos_token"
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        at = data.find(key)
+        return at >= 0 and data[at + len(key) + 4 : at + len(key) + 5] == b"\1"

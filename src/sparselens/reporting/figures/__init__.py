@@ -1,0 +1,1 @@
+"""The figures for print, drawn from the same rows as the page. No torch."""

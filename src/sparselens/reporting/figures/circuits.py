@@ -1,0 +1,245 @@
+"""Figures 2 and 3 from rows: curves of explained effect, and circuits side by side. No torch, no models."""
+
+from pathlib import Path
+from typing import Any
+
+from .flow import BLUE, GREY, INK, LIGHT
+
+ORANGE = "#d9730d"  # the sparse model; distinct from BLUE in every common colour blindness and in grey
+STYLE: Any = {"font.family": "sans-serif", "svg.fonttype": "none", "svg.hashsalt": "sparselens", "pdf.fonttype": 42}
+SUFFIXES = ("png", "svg", "pdf")
+
+
+def draw_all(comparison: dict[str, Any], folder: str | Path, threshold: float = 0.9) -> list[Path]:
+    """figure2 and, for the first task, figure3 (all tasks beyond it numbered by name), as PNG, SVG and PDF."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for suffix in SUFFIXES:
+        paths += draw_figure2(comparison, folder, "", suffix, threshold)
+        for i, task in enumerate(comparison["tasks"]):
+            paths.append(folder / f"figure3{'' if i == 0 else f'-{file_name(task)}'}.{suffix}")
+            draw_circuits(comparison, task, paths[-1])
+    return paths
+
+
+def draw_figure2(comparison: dict[str, Any], folder: Path, part: str, suffix: str, threshold: float) -> list[Path]:
+    """figure2, and figure2-tokens over single attention edges; of a single task, figure2 shows both side by side."""
+    paths = [folder / f"figure2{part}.{suffix}"]
+    if not has_tokens(comparison):
+        draw_curves(comparison, paths[0], threshold)
+        return paths
+    tokens = by_token(comparison)
+    paths.append(folder / f"figure2-tokens{part}.{suffix}")
+    draw_curves(tokens, paths[1], threshold)
+    if len(comparison["tasks"]) == 1:
+        ((task, row),) = comparison["tasks"].items()
+        title = title_of(task)
+        rows = {"tokens": {**tokens["tasks"][task], "title": title}, "components": {**row, "title": title}}
+        comparison = {**comparison, "tasks": rows}
+    draw_curves(comparison, paths[0], threshold)
+    return paths
+
+
+def _save(figure, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(path.suffix[1:])
+    figure.savefig(path, dpi=220, metadata=metadata)
+    plt.close(figure)
+
+
+def file_name(task: str) -> str:
+    """A task's name as part of a file's name: it may come from a file that others have written."""
+    return "".join(c if c.isalnum() or c in "-_" else "_" for c in task)[:80]
+
+
+def title_of(task: str) -> str:
+    return {"ioi": "IOI", "ioi-long": "IOI Long"}.get(task, task.replace("-", " ").title())
+
+
+def has_tokens(comparison: dict[str, Any]) -> bool:
+    return all("attention_edges" in model for row in comparison["tasks"].values() for model in row["models"].values())
+
+
+def by_token(comparison: dict[str, Any]) -> dict[str, Any]:
+    """The same comparison with curves over single attention edges (head, query, key) in place of component edges."""
+    tasks = {
+        task: {
+            "models": {role: model["attention_edges"] for role, model in row["models"].items()},
+            "thresholds": row.get("attention_edges", {}),
+            "edges": "Attention Edges Kept\n(head, query, key)",
+        }
+        for task, row in comparison["tasks"].items()
+    }
+    return {**comparison, "tasks": tasks}
+
+
+def draw_curves(comparison: dict[str, Any], path: str | Path, threshold: float = 0.9) -> None:
+    """Figure 2: one panel per task; explained effect over edges kept, log x, bands, the multiplier at the threshold.
+
+    comparison: what `compare` returns, or {"tasks": {name: {"models": {"dense": results of discover}}}} for one model.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tasks, names = comparison["tasks"], comparison.get("names", {})
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(
+            1, len(tasks), figsize=(0.5 + 2.9 * len(tasks), 2.7), squeeze=False, layout="constrained"
+        )
+        for axis, (task, row) in zip(axes[0], tasks.items(), strict=True):
+            for role, colour, style in (("control", GREY, "-"), ("dense", BLUE, "-"), ("sparse", ORANGE, "-")):
+                if role in row["models"]:
+                    _draw_curve(axis, row["models"][role]["curve"], colour, style, names.get(role, role))
+            shown = row["models"].get("sparse") or row["models"]["dense"]
+            if shown.get("random"):
+                _draw_curve(axis, shown["random"], GREY, ":", "random")
+            _mark_threshold(axis, row, threshold)
+            label = row.get("edges", "Number of Edges Kept")
+            lowest = min(effect for model in row["models"].values() for effect in model["curve"]["effect"])
+            axis.set(
+                xscale="log",
+                ylim=(min(-0.04, lowest - 0.05), 1.09),
+                xlabel=label,
+                title=row.get("title", title_of(task)),
+            )
+            axis.set_xlim(1, max(m["n_edges"] for m in row["models"].values()) * 1.1)
+            axis.set_yticks([0, 0.25, 0.5, 0.75, 1])
+            axis.title.set_size(10)
+            axis.tick_params(labelsize=8, color=GREY)
+            for side in ("top", "right"):
+                axis.spines[side].set_visible(False)
+            axis.legend(fontsize=7, loc="best", frameon=False, handlelength=1.4)
+        axes[0][0].set_ylabel("Explained Effect")
+        _save(figure, Path(path))
+
+
+def _draw_curve(axis, curve: dict[str, list[float]], colour: str, style: str, label: str) -> None:
+    points = [
+        (x, *rest)
+        for x, *rest in zip(curve["edges"], curve["effect"], curve["low"], curve["high"], strict=True)
+        if x > 0
+    ]
+    if not points:
+        return
+    x, effect, low, high = zip(*points, strict=True)
+    axis.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
+    axis.plot(x, effect, color=colour, linestyle=style, linewidth=1.6 if style == "-" else 1.0, label=label)
+
+
+def _mark_threshold(axis, row: dict[str, Any], threshold: float) -> None:
+    axis.axhline(threshold, color=INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
+    found = row.get("thresholds", {}).get(str(threshold))
+    if found is None:
+        return
+    left, right = sorted((found["sparse_edges"], found["dense_edges"]))
+    axis.plot([max(left, 1), max(right, 1)], [threshold] * 2, color=INK, linewidth=1.6, marker="|", markersize=6)
+    middle = (max(left, 1) * max(right, 1)) ** 0.5
+    back = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.6}  # readable where curves pass behind
+    label = f"{found['multiplier']:.1f}x"
+    axis.text(middle, threshold + 0.03, label, ha="center", va="bottom", fontsize=9, color=INK, bbox=back)
+
+
+def draw_circuits(comparison: dict[str, Any], task: str, path: str | Path) -> None:
+    """Figure 3: the circuits that explain 90 %, side by side; a row of heads and an MLP per layer, layers downward."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    models, names = comparison["tasks"][task]["models"], comparison.get("names", {})
+    roles = [role for role in ("sparse", "dense") if role in models]
+    shapes = [shape_of(models[role]) for role in roles]
+    width = max(n_heads for _, n_heads in shapes) + 2
+    height = max(n_layers for n_layers, _ in shapes) + 3
+    scale = min(0.36, 6.4 / (width * len(roles)) if width * len(roles) > 17 else 0.36)
+    with plt.rc_context(STYLE):
+        size = (0.5 + scale * width * len(roles) + 0.3, 0.5 + min(max(scale, 0.2) * height, 8.0))  # fits on a page
+        figure, axes = plt.subplots(1, len(roles), figsize=(max(size[0], 3.2 * len(roles)), size[1]), squeeze=False)
+        figure.subplots_adjust(left=0.07, right=0.99, top=0.93, bottom=0.02, wspace=0.06)
+        for axis, role, shape in zip(axes[0], roles, shapes, strict=True):
+            _draw_circuit(axis, models[role], shape)
+            axis.set_title(names.get(role, role), fontsize=10, color=INK, pad=4)
+        arrow = {"arrowstyle": "-|>", "color": INK, "lw": 1.0}
+        figure.text(0.022, 0.5, "Layers", rotation=90, va="center", ha="center", fontsize=9, color=INK)
+        axes[0][0].annotate("", (0.045, 0.3), (0.045, 0.7), xycoords="figure fraction", arrowprops=arrow)
+        _save(figure, Path(path))
+
+
+def shape_of(results: dict[str, Any]) -> tuple[int, int]:
+    """(layers, heads) of the model a result belongs to."""
+    return int(results["n_layers"]), int(results["n_heads"])
+
+
+def _place(node: str, shape: tuple[int, int]) -> tuple[float, float]:
+    """Where a node stands: heads in columns 0 ..., the MLP to their right and a little lower: it comes after."""
+    n_layers, n_heads = shape
+    if node == "input":
+        return (n_heads - 1) / 2, 1.3
+    if node == "logits":
+        return (n_heads - 1) / 2, -(n_layers - 1) - 1.5
+    layer, _, head = node.partition("<")[0][1:].partition(".h")
+    return (float(head), -float(layer)) if node[0] == "a" else (n_heads + 0.2, -float(layer) - 0.35)
+
+
+def _line(start: tuple[float, float], end: tuple[float, float]) -> list[tuple[float, float]]:
+    """A straight line, or a bow where nodes in the same column would hide it."""
+    (x, y), (other, below) = start, end
+    if x != other or y - below < 1.2:
+        return [start, end]
+    bulge = 0.22 * (y - below) ** 0.7
+    return [(x + 4 * bulge * t * (1 - t), y + (below - y) * t) for t in (i / 14 for i in range(15))]
+
+
+def _draw_circuit(axis, results: dict[str, Any], shape: tuple[int, int]) -> None:
+    from matplotlib.collections import LineCollection
+    from matplotlib.colors import to_rgb
+
+    n_layers, n_heads = shape
+    edges = [(*edge.split("->"), score) for edge, score in results["circuit"]]
+    # A head's q, k and v edges are one line; thousands of lines must be thin and pale to leave a picture.
+    strength: dict[tuple[str, str], float] = {}
+    for source, target, score in edges:
+        line = (source, target.partition("<")[0])
+        strength[line] = strength.get(line, 0.0) + abs(score)
+    # One edge in fifty is drawn full: a single one (the first MLP's, often) must not make all others invisible.
+    top = sorted(strength.values(), reverse=True)[len(strength) // 50] if strength else 1.0
+    faint = min(1.0, (60 / max(len(strength), 1)) ** 0.5)
+    segments, colours, widths = [], [], []
+    for (source, target), value in sorted(strength.items(), key=lambda item: item[1]):
+        segments.append(_line(_place(source, shape), _place(target, shape)))
+        share = min(1.0, value / top) ** 0.5 if top else 0.0
+        colours.append((*to_rgb(BLUE), max(0.05, min(1.0, (0.25 + 0.75 * share) * max(faint, share)))))
+        widths.append((0.3 + 1.3 * share) * max(faint, 0.35))
+    active = {node for line in strength for node in line}
+    axis.add_collection(LineCollection(segments, colors=colours, linewidths=widths, zorder=1, capstyle="round"))
+    size = min(70.0, 900.0 / max(n_heads, n_layers))
+    nodes = [f"a{layer}.h{head}" for layer in range(n_layers) for head in range(n_heads)]
+    nodes += [f"m{layer}" for layer in range(n_layers)] + ["input", "logits"]
+    for is_active, face, edge, order in ((False, LIGHT, LIGHT, 2), (True, "white", INK, 3)):
+        for marker, kind in (("o", "a"), ("s", "mil")):
+            chosen = [_place(node, shape) for node in nodes if (node in active) == is_active and node[0] in kind]
+            if chosen:
+                x, y = zip(*chosen, strict=True)
+                axis.scatter(x, y, size, marker=marker, facecolor=face, edgecolor=edge, linewidth=0.8, zorder=order)
+    labels = {"ha": "center", "fontsize": 7, "color": INK}
+    axis.text(*_offset("input", shape, 0.38), "input", va="bottom", **labels)
+    axis.text(*_offset("logits", shape, -0.38), "logits", va="top", **labels)
+    axis.text(n_heads + 0.2, 0.15, "MLP", va="bottom", **labels)
+    heads = sum(node[0] == "a" for node in active)
+    n_edges = results["edges_at"]["0.9"]
+    note = f"{n_edges:,} edges, {heads} of {n_layers * n_heads} heads"
+    if n_edges > len(edges):  # a long circuit is listed in part (`discover`), and so it is drawn
+        note = f"{n_edges:,} edges, the strongest {len(edges):,}\ndrawn: {heads} of {n_layers * n_heads} heads"
+    axis.text((n_heads - 1) / 2, -(n_layers - 1) - 2.6, note, va="top", ha="center", fontsize=8, color=INK)
+    axis.set_xlim(-0.9, n_heads + 0.9 + 0.25 * n_layers**0.7)
+    axis.set_ylim(-(n_layers - 1) - 3.2, 2.2)
+    axis.axis("off")
+
+
+def _offset(node: str, shape: tuple[int, int], dy: float) -> tuple[float, float]:
+    x, y = _place(node, shape)
+    return x, y + dy

@@ -1,0 +1,167 @@
+"""Attribution, for the page: the trace.json files of a Run in one shape, with the features behind them where saved.
+
+`sparselens trace --out` writes trace.json (target, clusters, cluster edges with the heads that carry them, predicted
+and measured changes) and the Graph itself (graph.json, graph.safetensors). The page shows the clusters, and the kept
+features of the Graph, the most influential first.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...runs.run import Run, read_json
+from ..packing import finite, short
+
+MOST_LINKS = 40  # of an edge's departure and arrival each
+MOST_NODES, MOST_EDGES = 400, 3000
+MOST_SINGLES = 40  # edges between single nodes, with their checks
+KINDS = ("feature", "error", "token", "position", "bias", "logit")
+
+
+def trace_files(folder: Path) -> list[Path]:
+    """Where `sparselens trace --out` may have left its rows."""
+    return sorted({*folder.glob("trace.json"), *folder.glob("trace*/**/trace.json")})
+
+
+def traced_prompts(folder: Path) -> list[str]:
+    """The prompts of these traces: the page shows their attention too."""
+    return list(dict.fromkeys(str(read_trace(path).get("prompt", "")) for path in trace_files(folder)))
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: expected an object; trace the prompt again or remove it")
+    return found
+
+
+def traces(run: Run) -> list[dict[str, Any]]:
+    """Every traced prompt found in the Run; a trace made --against another model counts as two."""
+    found = []
+    for path in trace_files(run.path):
+        value = read_trace(path)
+        name = path.parent.name if path.parent != run.path else "trace"
+        found.append(one_trace(value, name) | {"graph": features(path.parent)})
+        if isinstance(value.get("against"), dict):
+            found.append(one_trace(value["against"], f"{name}, against") | {"graph": features(path.parent / "against")})
+    return found
+
+
+def one_trace(value: dict[str, Any], name: str) -> dict[str, Any]:
+    """trace.json with names made indices, lists cut to what fits, and nothing missing that the page needs."""
+    clusters = [_cluster(cluster) for cluster in value.get("clusters", [])]
+    place = {cluster["name"]: i for i, cluster in enumerate(clusters)}
+    found = [_edge(edge, place) for edge in value.get("edges") or value.get("cluster_edges") or []]
+    edges = sorted((edge for edge in found if edge), key=lambda edge: -edge["flow"])
+    targets = value.get("target")
+    listed = targets if isinstance(targets, list) else [targets]
+    labels = [str(target.get("label", "")) if isinstance(target, dict) else str(target) for target in listed]
+    kept = (
+        "prompt", "tokens", "n_layers", "n_heads", "model", "completeness_error", "scores", "agreement",
+        "agreement_direct",
+    )  # fmt: skip
+    return finite({key: value.get(key) for key in kept}) | {
+        "name": name,
+        "role": "sparse" if value.get("gated") else "dense",
+        "target": ", ".join(labels),
+        "clusters": clusters,
+        "edges": edges,
+        "main": _main(value.get("main"), edges, place),
+        "looks": [_look(look) for look in value.get("looks") or []],
+        "singles": short(((value.get("interventions") or {}).get("rows") or [])[:MOST_SINGLES], 6),
+    }
+
+
+def _main(main: dict[str, Any] | None, edges: list[dict[str, Any]], place: dict[str, int]) -> dict[str, Any] | None:
+    """Which edge the tracing looked at closely, and what closing its links did."""
+    if not main:
+        return None
+    ends = (place.get(main.get("source", "")), place.get(main.get("target", "")))
+    at = next((i for i, edge in enumerate(edges) if (edge["source"], edge["target"]) == ends), None)
+    closed = main.get("closed") or {}
+    return {"edge": at} | finite({name: closed.get(name) for name in ("n_links", "predicted", "measured")})
+
+
+def _look(look: dict[str, Any]) -> dict[str, Any]:
+    """Why a head looks there. `closing` in words: which source the gate could not do without."""
+    closing = [
+        f"{one['source']} (margin {one['margin_without']:.2f})" if isinstance(one, dict) else str(one)
+        for one in look.get("closing") or []
+    ]
+    return short(look | {"closing": closing}, 6)
+
+
+def _cluster(cluster: dict[str, Any]) -> dict[str, Any]:
+    layers = cluster.get("layers") or [cluster.get("layer", 0)]
+    positions = cluster.get("positions")
+    if positions is None:
+        at = cluster.get("position")
+        positions = at if isinstance(at, list) else [] if at is None else [at]
+    return {
+        "name": str(cluster.get("name", "?")),
+        "kind": cluster.get("kind", "feature"),
+        "layers": [min(layers), max(layers)],
+        "positions": positions,
+        "size": cluster.get("n_features", len(cluster.get("nodes") or [])),
+    }
+
+
+def _edge(edge: dict[str, Any], place: dict[str, int]) -> dict[str, Any] | None:
+    ends = [place.get(end, -1) if isinstance(end, str) else int(end) for end in (edge["source"], edge["target"])]
+    if min(ends) < 0 or max(ends) >= len(place):
+        return None
+    names = (
+        "weight", "single_hop", "multi_hop", "direct", "predicted", "measured", "predicted_direct", "measured_direct",
+    )  # fmt: skip
+    # How much influence passes is comparable between edges; weights are in units of their targets.
+    numbers = {name: edge.get(name) for name in names} | {"flow": abs(edge.get("flow", edge["weight"]))}
+    links = {name: short((edge.get(name) or [])[:MOST_LINKS], 6) for name in ("departure", "arrival")}
+    heads = [_head(head) for head in edge.get("heads_for_80") or []]
+    return finite(numbers) | links | {"source": ends[0], "target": ends[1], "heads": heads}
+
+
+def _head(head: Any) -> dict[str, Any]:
+    """{"layer", "head", "share"} from that, from [layer, head], or from a name such as L3-H1 or a3.h1."""
+    if isinstance(head, dict):
+        return {key: head.get(key) for key in ("layer", "head", "share")}
+    if isinstance(head, str):
+        layer, _, number = head.lower().replace("-h", ".h").partition(".h")
+        return {"layer": int(layer.lstrip("al")), "head": int(number), "share": None}
+    return {"layer": int(head[0]), "head": int(head[1]), "share": None}
+
+
+def features(folder: Path) -> dict[str, Any] | None:
+    """The kept nodes and edges of a saved Graph as columns, most influential first; None where none was saved."""
+    if not (folder / "graph.safetensors").is_file():
+        return None
+    from safetensors.numpy import load_file
+
+    try:
+        table = load_file(folder / "graph.safetensors")
+    except Exception as error:  # safetensors has its own error type
+        raise ValueError(f"{folder / 'graph.safetensors'} cannot be read ({error}); trace the prompt again") from error
+    kept = np.flatnonzero(table["node_kept"])
+    kept = kept[np.argsort(-table["influence"][kept], kind="stable")]
+    ends = np.isin(table["kind"][kept], [KINDS.index("token"), KINDS.index("logit")])
+    kept = np.concatenate([kept[ends], kept[~ends][: max(MOST_NODES - int(ends.sum()), 0)]])
+    place = np.full(len(table["kind"]), -1)
+    place[kept] = np.arange(len(kept))
+    target = np.repeat(table["row_target"], np.diff(table["first"]))
+    inside = table["edge_kept"].astype(bool) & (place[table["source"]] >= 0) & (place[target] >= 0)
+    edges = np.flatnonzero(inside)
+    edges = edges[np.argsort(-np.abs(table["weight"][edges]), kind="stable")][:MOST_EDGES]
+    return short(
+        {
+            "kinds": KINDS,
+            **{
+                name: table[name][kept].tolist()
+                for name in ("kind", "layer", "position", "index", "value", "influence")
+            },
+            "from": place[table["source"][edges]].tolist(),
+            "to": place[target[edges]].tolist(),
+            "weight": table["weight"][edges].tolist(),
+            "total_nodes": int(table["node_kept"].sum()),
+            "total_edges": int(table["edge_kept"].sum()),
+        }
+    )

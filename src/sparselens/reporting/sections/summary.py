@@ -1,0 +1,237 @@
+"""The summary, for the page: one sentence, one table, and what met its target and what did not.
+
+A verdict is {"state", "label", "detail"}; state is met, care, missed or open. Every one is a rule below, computed from
+the Run's own numbers: no verdict is written by hand.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from ...runs.run import Run
+from ..packing import finite
+
+ROLES = ("base", "control", "sparse")
+GOOD_COMPLETENESS = 1e-3
+
+
+def overview(run: Run, circuits: dict[str, Any] | None, traces: list[dict[str, Any]]) -> dict[str, Any]:
+    """Title, sentence, table, verdicts, provenance."""
+    rows = _rows(run)
+    name = "results.json" if run.record.get("kind") == "transcode" else "summary.json"
+    summary = run.read(name) if (run.path / name).is_file() else {}
+    config = run.record.get("config", {})
+    return finite(
+        {
+            "title": title(run),
+            "kind": run.record.get("kind", "run"),
+            "sentence": _sentence(title(run), rows, summary, config),
+            "table": [_table_row(role, rows.get(role), circuits) for role in ROLES if role in rows],
+            "task": circuits["tasks"][0]["name"] if circuits and circuits["tasks"] else None,
+            "verdicts": verdicts(rows, summary, config, circuits, traces),
+            "facts": _facts(summary) if "fvu" in summary else [],
+            "per_head": (rows.get("sparse") or {}).get("density_per_head"),
+            "settings": _settings(config),
+            "provenance": run.record.get("provenance", {}),
+            "run": run.path.name,
+        }
+    )
+
+
+def title(run: Run) -> str:
+    """The model's name, without the folders on the way to it."""
+    name = str(run.record.get("config", {}).get("model") or run.path.name)
+    return Path(name).name if name.startswith((".", "/", "~")) or Path(name).exists() else name
+
+
+def _rows(run: Run) -> dict[str, dict[str, Any]]:
+    if not (run.path / "evaluation.json").is_file():
+        return {}
+    return {row["kind"]: row for row in run.read("evaluation.json")}
+
+
+def _sentence(name: str, rows: dict[str, Any], summary: dict[str, Any], config: dict[str, Any]) -> str:
+    sparse, base = rows.get("sparse"), rows.get("base")
+    if "fvu" in summary:
+        return (
+            f"{summary['l0']:.1f} active features per layer explain {_percent(1 - summary['fvu'])} of what the MLPs of "
+            f"{name} write."
+        )
+    if sparse is None:
+        return f"{name}: this Run has not been evaluated yet."
+    who = "The addition model" if _counts_exact(config) else name
+    text = f"{who} keeps {_percent(sparse['density'])} of its attention edges"
+    if _counts_exact(config):
+        return f"{text} and gets {_percent(sparse['exact'])} of held-out sums exactly right."
+    if config.get("loss") == "kl" and sparse.get("kl_to_base") is not None:
+        return f"{text}, at {sparse['kl_to_base']:.3f} nats KL to the base model."
+    if base is not None:
+        return f"{text}; its held-out loss is {sparse['loss']:.3f} nats, the base model's {base['loss']:.3f}."
+    return f"{text}."
+
+
+def _counts_exact(config: dict[str, Any]) -> bool:
+    """Exactly right sequences mean something for sums, nothing for text."""
+    return config.get("model") == "addition"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.2%}".replace(".00%", "%").replace("%", "\N{NO-BREAK SPACE}%")
+
+
+def _table_row(role: str, row: dict[str, Any] | None, circuits: dict[str, Any] | None) -> dict[str, Any]:
+    row = row or {}
+    names = ("loss", "loss_standard_error", "kl_to_base", "density", "edges_per_query", "exact", "sequences")
+    found = {"role": role} | {name: row.get(name) for name in names}
+    task = circuits["tasks"][0] if circuits and circuits["tasks"] else None
+    model = task["models"].get("dense" if role == "base" else role) if task else None
+    if model:
+        found["circuit_edges"] = model["edges_at"].get("0.9")
+        found["circuit_total"] = model["n_edges"]
+        found["heads"] = model.get("heads_at", {}).get("0.9")
+        found["heads_total"] = model["n_layers"] * model["n_heads"]
+    return found
+
+
+def verdicts(
+    rows: dict[str, Any],
+    summary: dict[str, Any],
+    config: dict[str, Any],
+    circuits: dict[str, Any] | None,
+    traces: list[dict[str, Any]],
+) -> list[dict[str, str]]:
+    """What met its target and what did not, most important first."""
+    found = [*_of_training(rows, summary, config)]
+    for task in (circuits or {}).get("tasks", []):
+        found += _of_circuit(task)
+    for problem in (circuits or {}).get("problems", []):
+        found.append(_verdict("missed", "Circuits", problem))
+    for trace in traces:
+        error = trace.get("completeness_error")
+        if error is not None:
+            state = "met" if error <= GOOD_COMPLETENESS else "missed"
+            text = f"largest relative residual of any row {error:.1e} (at most {GOOD_COMPLETENESS:.0e})"
+            found.append(_verdict(state, f"Attribution adds up ({trace['role']} model)", text))
+    return found
+
+
+def _verdict(state: str, label: str, detail: str) -> dict[str, str]:
+    return {"state": state, "label": label, "detail": detail}
+
+
+def _of_training(rows: dict[str, Any], summary: dict[str, Any], config: dict[str, Any]) -> list[dict[str, str]]:
+    sparse, base, control = (rows.get(role) for role in ("sparse", "base", "control"))
+    if "fvu" in summary:
+        return _of_transcoder(summary)
+    if sparse is None:
+        return [_verdict("open", "Not evaluated", "the Run has not finished; continue it with --resume")]
+    found = []
+    what = summary.get("target_of") or ("KL to base" if config.get("loss") == "kl" else "held-out loss")
+    if "met" in summary:
+        state = "met" if summary["met"] else "missed"
+        word = "was met in training" if summary["met"] else "was never met; the closest state was kept"
+        budget = config.get("density")
+        within = "" if budget is None else f" with at most {budget:.2%} of the edges"
+        if not summary["met"] and budget is not None and sparse["density"] > budget:
+            word += f", with {sparse['density']:.2%} of them"
+        detail = (
+            f"{what} at most {summary['target']:.4g} nats{within} on the steering slice {word} "
+            f"(step {summary['best_step']})"
+        )
+        found.append(_verdict(state, "Constraint", detail))
+    found += _on_unseen(sparse, base, control, summary, config, what == "KL to base")
+    if control is None:
+        found.append(_verdict("care", "Control", "none was trained: the loss may only show adaptation to the text"))
+    elif base is not None:
+        gap = control["loss"] - base["loss"]
+        worse = gap > max(0.005, 0.005 * base["loss"])
+        detail = f"dense control {gap:+.4f} nats against the base"
+        detail += "; the recipe alone costs loss (learning rate?)" if worse else "; the recipe does no harm by itself"
+        found.append(_verdict("care" if worse else "met", "Control", detail))
+    layers = sparse.get("density_per_layer")
+    if layers:
+        stuck = [i for i, share in enumerate(layers) if share > 0.5]
+        detail = f"{_percent(sparse['density'])} open; layers from {_percent(min(layers))} to {_percent(max(layers))}"
+        detail += f"; more than half open in layer {', '.join(map(str, stuck))}" if stuck else ""
+        label = "Layers stuck open" if stuck else "No layer stuck open"
+        found.append(_verdict("care" if stuck else "met", label, detail))
+    return found
+
+
+def _of_transcoder(results: dict[str, Any]) -> list[dict[str, str]]:
+    """What a transcoder is good for: the model must still work with its MLPs replaced."""
+    share, dead = results.get("loss_recovered"), results.get("dead_share")
+    found = []
+    if share is not None:
+        state = "met" if share >= 0.9 else "care" if share >= 0.5 else "missed"
+        detail = (
+            f"with all MLPs replaced the loss is {results['replacement_loss']:.3f} nats, the model's own "
+            f"{results['model_loss']:.3f}, without MLPs {results['zero_loss']:.3f}: {_percent(share)} recovered"
+        )
+        found.append(_verdict(state, "Stands in for the MLPs", detail))
+    if dead is not None:
+        found.append(_verdict("met" if dead <= 0.2 else "care", "Features in use", f"{_percent(dead)} are dead"))
+    return found
+
+
+def _facts(results: dict[str, Any]) -> list[list[Any]]:
+    """Every single number of a transcoder's results."""
+    return [[name.replace("_", " "), value] for name, value in results.items() if isinstance(value, int | float)]
+
+
+def _on_unseen(sparse, base, control, summary, config, kl: bool) -> list[dict[str, str]]:
+    """The constraint again, on held-out sequences that steered nothing."""
+    if "target" not in summary or base is None:
+        return []
+    sequences = f"{sparse['sequences']:,} held-out sequences that steered nothing"
+    if kl:
+        value, limit, text = sparse["kl_to_base"], summary["target"], "KL to base"
+        detail = f"{text} {value:.4g} nats, allowed {limit:.4g} ({sequences})"
+    else:
+        other = control if config.get("target") == "control" and control else base
+        value, limit = sparse["loss"] - other["loss"], config.get("tolerance", 0.0)
+        if config.get("target") not in ("base", "control", None):
+            value, limit = sparse["loss"], summary["target"]
+            detail = f"loss {value:.4g} nats, allowed {limit:.4g} ({sequences})"
+        else:
+            detail = f"loss {value:+.4g} nats against {other['kind']}, allowed {limit:+.4g} ({sequences})"
+    return [_verdict("met" if value <= limit else "missed", "On unseen text", detail)]
+
+
+def _of_circuit(task: dict[str, Any]) -> list[dict[str, str]]:
+    found, name = [], task["name"]
+    tokens = task.get("attention") or {}
+    control = "against the control"
+    rows = {
+        "thresholds": (f"Circuit of {name}", "dense base", task.get("thresholds", {})),
+        "thresholds_control": (f"Circuit of {name}, {control}", "dense control", task.get("thresholds_control", {})),
+        "attention_edges": (f"Attention edges of {name}", "dense base", tokens.get("thresholds", {})),
+        "attention_edges_control": (
+            f"Attention edges of {name}, {control}", "dense control", tokens.get("thresholds_control", {})
+        ),
+    }  # fmt: skip
+    for key, (label, other, thresholds) in rows.items():
+        m, mean = thresholds.get("0.9"), task.get("mean_multiplier", {}).get(key)
+        if m:
+            state = "met" if m["low"] > 1 else "missed" if m["high"] < 1 else "care"
+            times = m["multiplier"]
+            text = f"{times:.1f}x fewer" if times >= 1 else f"{1 / times:.1f}x more"
+            detail = (
+                f"for 90 % of the effect {m['dense_edges']:,} edges in the {other}, {m['sparse_edges']:,} in the "
+                f"sparse model: {text} (ratio {m['low']:.2g} to {m['high']:.2g}, n = {m['n_prompts']} prompts)"
+            )
+            if mean:
+                detail += f"; mean ratio from 50 to 95 %: {mean['multiplier']:.2g}"
+            found.append(_verdict(state, label, detail))
+    return found
+
+
+def _settings(config: dict[str, Any]) -> list[list[str]]:
+    """The settings worth seeing, in order."""
+    training = config.get("training", {})
+    wanted = [
+        ("loss", config.get("loss")), ("target", config.get("target")), ("tolerance", config.get("tolerance")),
+        ("slack", config.get("slack")), ("steps", training.get("steps")), ("batch", training.get("batch")),
+        ("learning rate", training.get("lr")), ("adapter rank", training.get("lora") or None),
+        ("sequence length", config.get("text", {}).get("length")), ("seed", training.get("seed", config.get("seed"))),
+    ]  # fmt: skip
+    return [[name, str(value)] for name, value in wanted if value is not None]

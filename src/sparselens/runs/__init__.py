@@ -1,0 +1,4 @@
+"""What a run leaves behind: its directory, whole files, checkpoints, locks, and several processes that act as one.
+
+Imports nothing else of the package.
+"""

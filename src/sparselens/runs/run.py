@@ -1,0 +1,344 @@
+"""The Run: a directory with what was asked, what happened and what came out, readable at every moment.
+
+    run.json        what was asked (config) and where it came from (versions, command, data)
+    metrics.jsonl   one line per step or evaluation
+    checkpoints/    the last two states to resume from, with checksums
+    model/          the result; summary.json, evaluation.json and pictures beside it
+
+Files appear whole or not at all: they are written under another name, flushed to disk and renamed.
+"""
+
+import fcntl
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from . import distributed as processes
+
+if TYPE_CHECKING:
+    pass
+
+
+DEVICES = Path("/dev")
+LATER = {"optimizer": "adamw"}  # settings that runs recorded before they existed were made with
+
+
+# ---- files and folders that are whole or not there -------------------------------------------------------------------
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON so that a reader never sees half of it, not even after a power cut."""
+    text = json.dumps(value, indent=1, ensure_ascii=False, default=str) + "\n"
+    # Half a character (a file name that is not UTF-8, a broken prompt) becomes the escape that JSON has for it.
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    if path.absolute().parent == DEVICES:  # /dev/stdout is not a name to put a file under
+        with path.open("wb") as file:
+            file.write(content)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:  # never through a link that somebody has put there
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; ValueError naming the file where it is not JSON."""
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+@contextmanager
+def reading(what: Any) -> Iterator[None]:
+    """What is wrong inside readable files (a missing key, a text for a number) as one sentence, not as a traceback."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{what} does not hold what was expected ({why}); it is damaged or not ours") from error
+
+
+def check_writable(*paths: Path | None) -> None:
+    """ValueError, before any work, for a file that could not be written afterwards."""
+    for path in paths:
+        if path is None:
+            continue
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder; expected the name of a file")
+        if path.absolute().parent != DEVICES:
+            _check_place(path.absolute().parent)
+
+
+def check_folder(path: Path | None) -> None:
+    """ValueError, before any work, for a folder that could not be written into afterwards."""
+    if path is None:
+        return
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file; --out needs a folder")
+    _check_place(path.absolute())
+
+
+def _check_place(folder: Path) -> None:
+    """The nearest folder on the way that exists must be a folder, and ours to write to."""
+    place = next(path for path in (folder, *folder.parents) if path.exists())
+    if not place.is_dir():
+        raise ValueError(f"cannot write to {folder}: {place} is a file")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ValueError(f"cannot write to {folder}: no permission, or a read-only disk")
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write into that gets its name when all is in it; on a full disk nothing is left of it."""
+    from safetensors import SafetensorError  # which is what a full disk is called there
+
+    fresh = fresh_folder(folder)
+    try:
+        yield fresh
+        put_in_place(fresh, folder)
+    except BaseException as error:
+        shutil.rmtree(fresh, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise OSError(f"could not write {folder} ({error}); free some space, then try again") from error
+        raise
+
+
+def fresh_folder(folder: Path) -> Path:
+    """Where to write a folder that shall appear whole or not at all; `put_in_place` then gives it its name."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(fresh_name(folder), ignore_errors=True)
+    return fresh_name(folder)
+
+
+def fresh_name(folder: Path) -> Path:
+    """What a folder is called while it is being written."""
+    return folder.with_name(f".{folder.name}.tmp")
+
+
+def put_in_place(fresh: Path, folder: Path) -> None:
+    """Give a finished folder its name, its files on the disk; one that has the name already makes way."""
+    for path in fresh.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    if not folder.exists():
+        fresh.rename(folder)
+        return
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    folder.rename(old)
+    fresh.rename(folder)
+    shutil.rmtree(old)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a process that was killed while writing has left behind. Only the one that holds the lock may."""
+    for path in [*folder.rglob(".*.tmp"), *folder.rglob(".*.old")]:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+# ---- the Run ---------------------------------------------------------------------------------------------------------
+
+
+def lock_file(path: Path, wait: bool = False) -> IO[str] | None:
+    """The lock file, held until it is closed or the process dies; None where another process has it (and not `wait`).
+
+    Whoever is done unlinks the file before closing it. A lock on a file that has lost its name in the meantime
+    protects nothing, so it is taken again on the one that has the name now.
+    """
+    while True:
+        file = path.open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        except BlockingIOError:
+            file.close()
+            return None
+        except FileNotFoundError:
+            pass
+        file.close()
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, command and machine, so that a number can be made again."""
+    versions = {}
+    for package in ("sparselens", "torch", "transformers", "triton", "peft", "numpy"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    commit = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return {"versions": versions, "python": platform.python_version(), "commit": commit or None, "command": command}
+
+
+def _leaves(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted names: training.lr."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        found |= _leaves(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+    return found
+
+
+class Run:
+    """One directory, one writer."""
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        if not (self.path / "run.json").is_file():
+            raise ValueError(f"{path} is not a Run (it has no run.json)")
+        self.record: dict[str, Any] = read_json(self.path / "run.json")
+        parts = self.record if isinstance(self.record, dict) else {}
+        if not isinstance(parts.get("kind"), str) or not isinstance(parts.get("config"), dict):
+            raise ValueError(f"{self.path / 'run.json'} is damaged: expected an object with kind and config")
+        self._lock: IO[str] | None = None
+
+    @classmethod
+    def create(cls, path: Path | str, kind: str, config: dict[str, Any], resume: bool = False) -> "Run":
+        """Start a Run in an empty folder, or, with `resume`, open the one that was started with the same settings.
+
+        Of several processes, the main one does that; the others only read.
+        """
+        path = Path(path)
+        return processes.main_first(
+            lambda: cls._create(path, kind, config, resume) if processes.is_main() else cls(path)
+        )
+
+    @classmethod
+    def _create(cls, path: Path, kind: str, config: dict[str, Any], resume: bool) -> "Run":
+        cls.check(path, resume)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = lock_file(path / ".lock")
+        except OSError as error:
+            raise ValueError(f"cannot write to {path}: {error.strerror}") from error
+        if lock is None:
+            raise ValueError(f"another process is writing to {path}; wait for it or choose another --out")
+        try:
+            cls.check(path, resume)  # again: another process may have finished in between
+            sweep(path)
+            if (path / "run.json").is_file():
+                cls(path)._refuse_other(kind, config)
+            else:
+                write_json(path / "run.json", {"kind": kind, "config": config, "provenance": provenance()})
+            run = cls(path)
+        except BaseException:
+            (path / ".lock").unlink(missing_ok=True)
+            lock.close()
+            raise
+        run._lock = lock
+        return run
+
+    @classmethod
+    def check(cls, path: Path | str, resume: bool = False) -> None:
+        """ValueError where `create` will refuse the folder, whatever the settings are. Writes nothing."""
+        path = Path(path)
+        if (path / "run.json").is_file():
+            cls(path)
+            if not resume:
+                raise ValueError(f"{path} already holds a run; continue it with --resume or choose another --out")
+            return
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{path} is a file; --out needs a folder")
+        # Killed before its first file was whole, a run leaves these: nothing is lost by starting over them.
+        if path.is_dir() and any(found.name not in (".lock", ".run.json.tmp") for found in path.iterdir()):
+            raise ValueError(f"{path} is not empty and holds no run; choose another --out")
+        if resume and not path.is_dir():
+            raise ValueError(f"nothing to resume: {path} holds no run")
+
+    def _refuse_other(self, kind: str, config: dict[str, Any]) -> None:
+        before = {
+            key: LATER | value if key in ("training", "dense") and isinstance(value, dict) else value
+            for key, value in self.record["config"].items()
+        }
+        now = json.loads(json.dumps(config, default=str))
+        before, now = _leaves(before), _leaves(now)
+        changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+        if self.record["kind"] != kind or changed:
+            differs = ", ".join(f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in changed) or kind
+            raise ValueError(
+                f"{self.path} holds another run ({differs}); resume with its settings or choose another --out"
+            )
+
+    def without_model(self) -> str:
+        """Why it has no model, in a sentence."""
+        if self.record.get("kind") == "transcode":
+            return f"{self.path} holds a transcoder, not a model; name the model it was trained on"
+        return f"{self.path} has no model yet; finish it with `--resume`"
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            (self.path / ".lock").unlink(missing_ok=True)  # before it is free: see lock_file
+            self._lock.close()
+            self._lock = None
+
+    def write(self, name: str, value: Any) -> Path:
+        if processes.is_main():
+            write_json(self.path / name, value)
+        return self.path / name
+
+    def read(self, name: str) -> Any:
+        path = self.path / name
+        if not path.is_file():
+            raise ValueError(f"{self.path} has no {name}; the run did not get that far")
+        return read_json(path)
+
+
+class Metrics:
+    """metrics.jsonl: one flushed line per call; on resume, lines after the checkpoint are dropped."""
+
+    def __init__(self, folder: Path, after_step: int | None = None):
+        self.path = folder / "metrics.jsonl" if processes.is_main() else Path(os.devnull)
+        if after_step is not None and self.path.is_file():
+            kept = [line for line in self.read(folder) if line["step"] <= after_step]
+            write_bytes(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        self.file = self.path.open("a")
+
+    def log(self, **values: Any) -> None:
+        self.file.write(json.dumps(values) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+    @staticmethod
+    def read(folder: Path) -> list[dict[str, Any]]:
+        """Every whole line; a last line cut off by a crash is not one."""
+        lines = []
+        for line in (folder / "metrics.jsonl").read_bytes().splitlines():
+            try:
+                values = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(values, dict) and isinstance(values.get("step"), int):
+                lines.append(values)
+        return lines

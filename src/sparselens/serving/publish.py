@@ -1,0 +1,164 @@
+"""`sparselens report` and `sparselens figures`: compute what the Run lacks, then make the page or the pictures."""
+
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ..reporting import payload, write_page
+from ..reporting.sections.attribution import read_trace, trace_files
+from ..runs.run import Run, check_folder, check_writable, reading, write_bytes
+from .serve import serve
+
+FORMATS = ("pdf", "svg", "png")
+FLOW_TOKENS = 16  # figure 1 is for prompts whose words fit beside each other
+
+
+def report(
+    run: str | Path | Run,
+    other: str | Path | Run | None = None,
+    *,
+    out: str | Path | None = None,
+    prompts: tuple[str, ...] | list[str] = (),
+    say: Callable[[str], None] = print,
+) -> Path:
+    """One self-contained HTML page of a Run (or two, side by side); returns its path, RUN/report.html by default.
+
+    prompts: shown in the attention explorer, before the built-in ones. Attention is computed once and kept in the Run.
+    """
+    runs = [Run(found.path if isinstance(found, Run) else found) for found in (run, other) if found is not None]
+    path = Path(out) if out is not None else runs[0].path / "report.html"
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; give the page a file name, such as {path / 'report.html'}")
+    check_writable(path)
+    payload(list(runs))  # damaged rows are found before any work
+    for found in runs:
+        with reading(found.path):
+            _look(found, tuple(prompts), say)
+    return write_page(payload(list(runs)), path)
+
+
+def _look(run: Run, prompts: tuple[str, ...], say: Callable[[str], None]) -> None:
+    """Attention rows, if the Run has models; torch is only imported where there is something to look at."""
+    if (run.path / "model").is_dir() or (run.path / "base" / "model").is_dir():
+        from ..evaluation.attention_maps import attention_rows
+
+        attention_rows(run, prompts, say)
+    elif prompts:
+        raise ValueError(f"{run.path} has no model yet to run a prompt through; finish it with --resume")
+
+
+def report_command(runs: list[Path], out: Path | None, prompts: list[str], live: bool, port: int) -> None:
+    if not 1 <= len(runs) <= 2:
+        raise ValueError(f"a report shows one or two Runs, not {len(runs)}")
+    if live and out is not None:
+        raise ValueError("--serve writes no file; leave out --out, or leave out --serve")
+    if live:
+        for run in runs:
+            with reading(run):
+                _look(Run(run), tuple(prompts), print)
+        return serve(runs, port)
+    path = report(*runs, out=out, prompts=prompts)
+    print(f"{path} ({path.stat().st_size / 1e6:.1f} MB): open it in a browser; it needs nothing else")
+
+
+def figures_command(run: Path, kind: str, out: Path | None, threshold: float = 0.9) -> list[Path]:
+    """Figures 1 to 4 of a Run for print, from the rows the report shows; returns and prints what was drawn."""
+    found = Run(run)
+    folder = out or found.path
+    check_folder(folder)
+    for path in trace_files(found.path):
+        read_trace(path)  # before anything is drawn
+    with reading(found.path), TemporaryDirectory() as fresh:  # all of them or none
+        made = [
+            *_figure1(found, Path(fresh), kind),
+            *_figures_2_3(found, Path(fresh), kind, threshold),
+            *_figure4(found, Path(fresh), kind),
+        ]
+        drawn = [folder / path.name for path in made]
+        for path, final in zip(made, drawn, strict=True):
+            write_bytes(final, path.read_bytes())
+    if not drawn:
+        raise ValueError(
+            f"{run} has no rows to draw yet; `sparselens report {run}` says which commands would make them"
+        )
+    for path in drawn:
+        print(path)
+    return drawn
+
+
+def _figure1(run: Run, folder: Path, kind: str) -> list[Path]:
+    from ..reporting.figures.flow import draw_flow
+
+    flow = run.read("figure1.json") if (run.path / "figure1.json").is_file() else _flow(run)
+    if flow is None:
+        return []
+    draw_flow(flow, folder / f"figure1.{kind}")
+    return [folder / f"figure1.{kind}"]
+
+
+def _flow(run: Run) -> dict[str, Any] | None:
+    """Figure 1's rows from the attention rows: the first prompt short enough, dense (or control) and sparse."""
+    if not (run.path / "attention" / "attention.json").is_file():
+        return None
+    from safetensors.numpy import load_file
+
+    for prompt in run.read("attention/attention.json")["prompts"]:
+        dense = next((role for role in ("dense", "control") if role in prompt["models"]), None)
+        if dense is None or "sparse" not in prompt["models"] or len(prompt["tokens"]) > FLOW_TOKENS:
+            continue
+        file = run.path / "attention" / Path(prompt["file"]).name
+        try:
+            tensors = load_file(file)
+        except Exception as error:  # safetensors has its own error type
+            raise ValueError(
+                f"{file} cannot be read ({error}); remove its folder and build the report again"
+            ) from error
+        words = [_clip(token) for token in prompt["tokens"]]
+        flow = {}
+        for name, role in (("base", dense), ("sparse", "sparse")):
+            weights = tensors[f"{role}.weights"].astype(float)
+            answer = [*words[:-1], _clip(prompt["models"][role]["says"][-1])]
+            flow[name] = {
+                "input": words,
+                "output": answer,
+                "edges": int((weights > 0).sum()),
+                "attention": weights.tolist(),
+                **({"title": "Dense Control"} if role == "control" else {}),
+            }
+        return flow
+    return None
+
+
+def _clip(token: str, most: int = 5) -> str:
+    text = token.strip() or "␣"
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _figures_2_3(run: Run, folder: Path, kind: str, threshold: float) -> list[Path]:
+    from ..reporting.figures.circuits import draw_circuits, draw_figure2, file_name
+    from ..reporting.sections.circuits import comparisons
+
+    drawn = []
+    for i, (_, comparison) in enumerate(comparisons(run.path)):
+        if "error" in comparison:
+            continue
+        part = "" if i == 0 else f"-{i}"
+        drawn += draw_figure2(comparison, folder, part, kind, threshold)
+        for j, task in enumerate(comparison["tasks"]):
+            drawn.append(folder / f"figure3{part}{'' if j == 0 else f'-{file_name(task)}'}.{kind}")
+            draw_circuits(comparison, task, drawn[-1])
+    return drawn
+
+
+def _figure4(run: Run, folder: Path, kind: str) -> list[Path]:
+    from ..reporting.figures.attribution import draw_trace
+
+    drawn: list[Path] = []
+    for path in trace_files(run.path):
+        rows = read_trace(path)
+        if "main" not in rows:  # no edge was looked at closely
+            continue
+        drawn.append(folder / f"figure4{'' if not drawn else f'-{path.parent.name}'}.{kind}")
+        draw_trace(rows, drawn[-1])
+    return drawn

@@ -1,0 +1,298 @@
+"""One training step of a model that is not there: its memory and work counted, its time measured on a shallow copy.
+
+Counting: the step runs on fake tensors (shapes and dtypes without numbers), so a 70B model costs nothing and no formula
+has to know what autograd keeps. Every layer adds the same, so that two depths tell the rest:
+
+    count(L layers) = count(1) + (L - 1) * (count(2) - count(1))
+
+Timing: real steps with random weights, at two depths as well.
+"""
+
+import copy
+import dataclasses
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from transformers import AutoModelForCausalLM
+
+from ..config import Sparsify
+from ..models.architectures import dimensions
+from ..models.attention import _causal_pairs
+from ..models.memory import PeakMemory
+from .loop import Stage, loss_and_density
+from .measure import forward
+from .optimizers import make_optimizer
+from .sparsify import _add_gates, trainable
+
+TIMED_DEPTHS = (2, 6)  # layers; a model with no more than the second is timed whole
+TIMED_SECONDS = 1.0  # a timed step takes as many sequences as fit into this
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one forward and backward pass takes."""
+
+    parameters: float  # numbers in the model
+    trained: float  # of them (or of adapters and gates) trained
+    kept: float  # bytes kept from the forward pass for the backward pass
+    forward: float  # bytes at most in the forward pass
+    peak: float  # bytes at most, gradients included, weights not
+    flops: float  # in matrix products and attention
+    moved: float  # bytes read and written by all operations
+    operations: float
+
+    def __add__(self, other: "Step") -> "Step":
+        return Step(*(a + b for a, b in zip(self._values(), other._values(), strict=True)))
+
+    def times(self, factor: float) -> "Step":
+        return Step(*(factor * a for a in self._values()))
+
+    def _values(self) -> tuple[float, ...]:
+        return dataclasses.astuple(self)
+
+
+def count_step(config, settings: Sparsify, length: int, sequences: int, gpu: bool, cache: bool) -> tuple[Step, Step]:
+    """(the whole model's step, what one layer adds to it), for so many sequences at once.
+
+    cache: autocast holds on to the bf16 form of every weight while the forward pass lasts.
+    """
+    one, two = (_count(config, settings, length, sequences, gpu, cache, layers) for layers in (1, 2))
+    layer = two + one.times(-1)
+    rest = dimensions(config).n_layers - 1
+    whole = one + layer.times(rest)
+    # The peak comes at the end of the forward pass; or when the backward pass begins, with everything kept; or
+    # (checkpointing) while that runs one layer again. What it adds to what is kept does not grow with depth.
+    return dataclasses.replace(whole, peak=max(whole.forward, whole.kept + two.peak - two.kept)), layer
+
+
+def _count(config, settings: Sparsify, length: int, sequences: int, gpu: bool, cache: bool, layers: int) -> Step:
+    fused = gpu and _has_fused_attention(config) and settings.gate.normalise == "all"
+    with torch.device("meta"):
+        model = _model(config, settings, layers, gated=not fused)
+        teacher = _plain(config, layers) if settings.loss == "kl" else None
+    bf16 = settings.training.precision == "bf16" or (settings.training.precision == "auto" and gpu)
+    work = _Work(collect=settings.training.gradient_checkpointing)
+    if work.collect:
+        gc.collect()
+        gc.freeze()  # what is there already need not be looked through again
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            for each in (model, teacher):
+                if each is not None:
+                    _make_fake(each)
+                    work.ignore(each)
+            ids = torch.zeros(sequences, length, dtype=torch.long)
+            with work:
+                with torch.autocast("cpu", torch.bfloat16, enabled=bf16, cache_enabled=cache):
+                    loss = _loss(model, teacher, {"input_ids": ids, "labels": ids}, settings, gpu)
+                kept, forward_peak = work.begin_backward()
+                loss.backward()
+    except RuntimeError as error:  # sizes that only show when something is computed, such as an MLP without width
+        raise ValueError(f"a model of this configuration cannot compute anything: {error}") from error
+    finally:
+        gc.unfreeze()
+        _causal_pairs.cache_clear()  # it remembers tensors, here fake ones
+    return Step(*_sizes(model), kept, forward_peak, work.peak, work.flops, work.moved, work.operations)
+
+
+def count_parameters(config, settings: Sparsify) -> tuple[int, int]:
+    """(numbers in the model with its gates and adapters, how many of them are trained)."""
+    with torch.device("meta"):
+        one, two = (_sizes(_model(config, settings, layers, gated=True)) for layers in (1, 2))
+    rest = dimensions(config).n_layers - 1
+    return one[0] + rest * (two[0] - one[0]), one[1] + rest * (two[1] - one[1])
+
+
+def _sizes(model: nn.Module) -> tuple[int, int]:
+    numbers = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(n for n, _ in numbers), sum(n for n, requires_grad in numbers if requires_grad)
+
+
+def _loss(model: nn.Module, teacher: nn.Module | None, batch: dict[str, Tensor], settings: Sparsify, gpu: bool):
+    """The objective; on a GPU the loss is compiled to one pass over the logits."""
+    if not gpu:
+        stage = Stage("plan", model, None, Path(), settings.training, teacher=teacher)  # type: ignore[arg-type]
+        loss, density = loss_and_density(stage, batch, (0, 0))
+        return loss + density
+    logits = forward(model, batch).logits
+    with torch.no_grad():
+        reference = None if teacher is None else forward(teacher, batch).logits
+    return _FusedLoss.apply(logits, reference)
+
+
+class _FusedLoss(torch.autograd.Function):
+    """The memory of a compiled loss: it keeps logits as they are and makes one gradient of the same size.
+
+    For KL the gradient exists in fp32 first (measured: the peak is higher by just that).
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, reference: Tensor | None) -> Tensor:
+        ctx.save_for_backward(logits, reference)
+        return logits.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        logits, reference = ctx.saved_tensors
+        dtype = logits.dtype if reference is None else torch.float32
+        return torch.empty_like(logits, dtype=dtype).to(logits.dtype), None
+
+
+class _Work(PeakMemory):
+    """Also counts operations, what they compute, and the bytes they read and write.
+
+    collect: under checkpointing, fake tensors leave reference cycles behind that real ones do not; clear them away.
+    """
+
+    flops = 0
+    moved = 0.0
+    operations = 0
+
+    def __init__(self, collect: bool) -> None:
+        super().__init__()
+        self.collect = collect
+
+    def begin_backward(self) -> tuple[float, float]:
+        """(bytes alive now, the most there were), and the peak begins anew."""
+        self.alive = {key: value for key, value in self.alive.items() if not value[0].expired()}
+        kept, forward_peak = sum(size for _, size in self.alive.values()), self.peak
+        self.peak = kept
+        return kept, forward_peak
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(function, types, args, kwargs)
+        if formula := FLOPS.get(function._overloadpacket):
+            self.flops += formula(*args, **(kwargs or {}), out_val=out)
+        if not function.is_view:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+            self.operations += 1
+            if self.collect and self.operations % 10 == 0:
+                gc.collect()
+            self.moved += sum(t.numel() * t.element_size() for t in tensors)
+        return out
+
+
+def _attention_flops(q, k, v, *_, **__) -> int:
+    return sdpa_flop_count(q.shape, k.shape, v.shape) // 2  # causal: half of the pairs
+
+
+def _attention_backward_flops(gradient, q, k, v, *_, **__) -> int:
+    return sdpa_backward_flop_count(gradient.shape, q.shape, k.shape, v.shape) // 2
+
+
+FLOPS: dict[Any, Callable[..., int]] = flop_registry | {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
+
+
+# ---- shallow models --------------------------------------------------------------------------------------------------
+
+
+def _plain(config, layers: int) -> nn.Module:
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    attention = "sdpa" if _has_fused_attention(config) else "eager"
+    try:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    except Exception as error:  # sizes or names that no model has, in whatever words
+        raise ValueError(f"no model can be built from this configuration: {error}") from error
+
+
+def _has_fused_attention(config) -> bool:
+    """Whether gated attention on a GPU keeps no patterns (gating/triton.py), just as PyTorch's own does."""
+    d_head = dimensions(config).d_head
+    return d_head <= 256 and d_head % 8 == 0 and getattr(config, "attn_logit_softcapping", None) is None
+
+
+def _model(config, settings: Sparsify, layers: int, gated: bool) -> nn.Module:
+    model = trainable(_plain(config, layers), settings.training)
+    if gated:
+        _add_gates(model, settings)
+    if settings.training.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore
+    return model.train()
+
+
+def _make_fake(model: nn.Module) -> None:
+    """Replace tensors on the meta device, which know no autocast, by fake ones on the CPU; shared ones stay shared."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, old in table.items():
+                if old is None:
+                    continue
+                if id(old) not in made:
+                    new: Tensor = torch.empty(old.shape, dtype=old.dtype)
+                    if isinstance(old, nn.Parameter):
+                        new = nn.Parameter(new, requires_grad=old.requires_grad)
+                    made[id(old)] = new, old  # the old one too: its id must not be used again
+                table[name] = made[id(old)][0]  # type: ignore[assignment]
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+
+
+def time_step(config, settings: Sparsify, length: int, sequences: int, device: str) -> tuple[float, float]:
+    """(seconds per token for gradients, seconds per optimiser step) of the whole model, measured on shallow ones."""
+    n_layers = dimensions(config).n_layers
+    depths = [n_layers] if n_layers <= TIMED_DEPTHS[1] else list(TIMED_DEPTHS)
+    found = [_time(config, settings, length, sequences, device, layers) for layers in depths]
+    if len(found) == 1:
+        return found[0]
+    shallow, deep = found
+    factor = (n_layers - depths[0]) / (depths[1] - depths[0])
+    return tuple(max(b, a + factor * (b - a)) for a, b in zip(shallow, deep, strict=True))  # type: ignore
+
+
+def _time(config, settings: Sparsify, length: int, sequences: int, device: str, layers: int) -> tuple[float, float]:
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: Any = _model(config, settings, layers, gated=True)
+        teacher = _plain(config, layers).eval() if settings.loss == "kl" else None
+        ids = torch.randint(0, config.vocab_size, (sequences, length))
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = make_optimizer(parameters, settings.training)
+    stage = Stage("plan", model, None, Path(), settings.training, teacher=teacher)  # type: ignore[arg-type]
+    bf16 = settings.training.precision == "bf16" or (settings.training.precision == "auto" and device == "cuda")
+
+    def gradients(n: int) -> float:
+        began = _now(device)
+        with torch.autocast(device, torch.bfloat16, enabled=bf16):
+            loss, density = loss_and_density(stage, {"input_ids": ids[:n], "labels": ids[:n]}, (0, 0))
+        (loss + density.sum()).backward()
+        return _now(device) - began
+
+    def update() -> float:
+        began = _now(device)
+        torch.nn.utils.clip_grad_norm_(parameters.values(), settings.training.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return _now(device) - began
+
+    few = sequences if device == "cuda" else 1  # a GPU compiles for the size it will see, and is quick enough
+    gradients(few)  # compiles, fills caches
+    update()
+    once = gradients(few)
+    n = max(few, min(sequences, int(TIMED_SECONDS / once)))
+    seconds = []
+    for _ in range(4):
+        seconds.append((gradients(n), update()))
+    return min(first for first, _ in seconds) / (n * length), min(second for _, second in seconds)
+
+
+def _now(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,152 @@
+"""What a model does on held-out sequences: loss, KL to the base, density; as rows for tables and JSON."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..data.batches import Batches
+from ..models.loading import is_gated
+from ..models.memory import out_of_memory
+from ..runs import distributed as processes
+
+
+@dataclass
+class Measurement:
+    """Sums and means over some sequences, gates deterministic."""
+
+    losses: Tensor  # [sequences] mean cross-entropy of each, nats per token
+    kl: Tensor | None  # [sequences] mean KL(base || model), where a base was given
+    edges: Tensor | None  # [n_layers, n_heads] open edges, all sequences together
+    pairs: Tensor | None  # [n_layers] allowed (query, key) pairs per head
+    queries: int  # tokens
+    correct: Tensor  # [sequences] bool: every label is the most likely token
+    agreement: Tensor | None = None  # [sequences] share of positions with the base's likeliest token
+
+    @property
+    def loss(self) -> float:
+        return self.losses.mean().item()
+
+    @property
+    def density(self) -> float | None:
+        """Open edges over allowed pairs, all heads and layers together."""
+        if self.edges is None or self.pairs is None:
+            return None
+        return (self.edges.sum() / (self.pairs.sum() * self.edges.shape[1])).item()
+
+    def row(self, name: str, kind: str) -> dict[str, Any]:
+        """One object of `sparselens evaluate --json`. A dense model has density 1."""
+        row: dict[str, Any] = {"name": name, "kind": kind, "loss": self.loss, "sequences": len(self.losses)}
+        row["loss_standard_error"] = _standard_error(self.losses)
+        row["kl_to_base"] = None if self.kl is None else self.kl.mean().item()
+        row["top1_agreement"] = None if self.agreement is None else self.agreement.mean().item()
+        row["agreement_standard_error"] = _standard_error(self.agreement)
+        row["exact"] = self.correct.float().mean().item()
+        if self.edges is None or self.pairs is None:
+            return row | {"density": 1.0, "density_per_layer": None, "density_per_head": None, "edges_per_query": None}
+        per_head = self.edges / self.pairs[:, None]
+        return row | {
+            "density": self.density,
+            "density_per_layer": per_head.mean(1).tolist(),
+            "density_per_head": per_head.tolist(),
+            # keys one head reads from one position, on average
+            "edges_per_query": (self.edges.sum() / (self.queries * self.edges.numel())).item(),
+        }
+
+
+def _standard_error(values: Tensor | None) -> float | None:
+    return None if values is None or len(values) < 2 else (values.std() / len(values) ** 0.5).item()
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of every position, [batch, tokens]; 0 where the label is -100. Labels are aligned, not shifted."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none").view_as(labels)
+
+
+def token_kl(base: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+    """KL(base || model) of every position, [batch, tokens]; 0 where the label is -100."""
+    kl = F.kl_div(logits.float().log_softmax(-1), base.float().log_softmax(-1), log_target=True, reduction="none")
+    return kl.sum(-1) * (labels != -100)
+
+
+def _each(function, *tensors: Tensor) -> Tensor:
+    """Sequence by sequence: in fp32, several copies of all logits at once would need more memory than training."""
+    return torch.cat([function(*parts) for parts in zip(*(t.split(1) for t in tensors), strict=True)])
+
+
+def forward(model: nn.Module, batch: dict[str, Tensor], **options) -> Any:
+    """Run the model on a batch: no cache (it would hide packing from transformers), edge counts where it has gates."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    if is_gated(getattr(model, "module", model)):  # seen through DDP
+        options = {"output_attentions": True} | options
+    return model(**inputs, use_cache=False, **options)
+
+
+def measure(
+    model: nn.Module,
+    batches: Batches,
+    start: int,
+    count: int,
+    *,
+    micro_batch: int = 8,
+    base: nn.Module | None = None,
+    autocast: AbstractContextManager | None = None,
+) -> Measurement:
+    """Deterministic evaluation on held-out sequences start ... start + count - 1, shared by all processes.
+
+    Where `micro_batch` sequences at once are too many for the memory, half of them are tried.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        return _measure(model, batches, start, count, micro_batch, base, autocast)
+    except (RuntimeError, MemoryError) as error:
+        if micro_batch == 1 or not out_of_memory(error) or processes.world() > 1:
+            raise
+    finally:
+        model.train(was_training)
+    if torch.cuda.is_available():  # not in the handler: the traceback holds the tensors that were too many
+        torch.cuda.empty_cache()
+    return measure(model, batches, start, count, micro_batch=micro_batch // 2, base=base, autocast=autocast)
+
+
+@torch.no_grad()
+def _measure(model, batches, start, count, micro_batch, base, autocast) -> Measurement:
+    device = next(model.parameters()).device
+    gated = is_gated(model)
+    losses, divergences, agreement, correct = (torch.zeros(count, device=device) for _ in range(4))
+    queries = torch.zeros((), dtype=torch.int64, device=device)
+    record = torch.zeros((), dtype=torch.float64, device=device)
+    for first, n in processes.rounds(count, micro_batch):
+        # A process with nothing left to do keeps the others company: a split model needs all of them to run.
+        batch = batches.heldout(start + first, max(n, 1))
+        batch = {name: value.to(device) for name, value in batch.items()}
+        labels = batch["labels"]
+        used = (labels != -100).sum(1)
+        mine = slice(first, first + n)
+        with autocast or nullcontext():
+            output = forward(model, batch)
+        likeliest = output.logits.argmax(-1)
+        losses[mine] = (_each(token_losses, output.logits, labels).sum(1) / used)[:n]
+        correct[mine] = ((likeliest == labels) | (labels == -100)).all(1)[:n].float()
+        queries += labels[:n].numel()
+        if base is not None:
+            with autocast or nullcontext():
+                reference = forward(base, batch).logits
+            divergences[mine] = (_each(token_kl, reference, output.logits, labels).sum(1) / used)[:n]
+            agreement[mine] = (((likeliest == reference.argmax(-1)) & (labels != -100)).sum(1) / used)[:n]
+        if gated:
+            record = record + torch.stack(output.attentions)[:, :n].double().sum(1)  # [n_layers, n_heads, 2]
+    record = processes.total(record).cpu()
+    return Measurement(
+        losses=processes.total(losses).cpu(),
+        kl=processes.total(divergences).cpu() if base is not None else None,
+        edges=record[..., 0] if gated else None,
+        pairs=record[:, 0, 1] if gated else None,
+        queries=int(processes.total(queries)),
+        correct=processes.total(correct).cpu() > 0,
+        agreement=processes.total(agreement).cpu() if base is not None else None,
+    )

@@ -1,0 +1,341 @@
+"""From a pretrained model to a sparse one, with its dense control: the whole of sparse post-training.
+
+1. check everything that can be checked before any work: model, text, lengths, disk, output folder
+2. measure the base on held-out sequences; the first quarter may steer the training, the rest is for the report
+3. train the matched dense control (if asked for), then the sparse model under the loss constraint
+4. evaluate base, control and sparse side by side on the held-out sequences that steered nothing
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from ..config import Sparsify, Text, Training
+from ..data.batches import Batches, TextBatches, refuse_overlap
+from ..models.architectures import architecture, blocks, dimensions
+from ..models.loading import gate_biases, install_gates, is_gated, load, save
+from ..runs import distributed as processes
+from ..runs.run import Metrics, Run
+from .controllers import Budget, Constraint
+from .loop import Best, Stage, precision_of, train
+from .measure import Measurement, measure
+from .plan import refuse_full_disk
+
+STEERING_SHARE = 4  # one held-out sequence in this many may steer
+MOST_OPEN = 0.9  # share of a head's gates that may be open at the start
+
+
+def sparsify(
+    model: str | Path,
+    data: str | list[str] | Batches,
+    out: str | Path,
+    *,
+    settings: Sparsify | None = None,
+    text: Text | None = None,
+    resume: bool = False,
+    show_progress: bool = True,
+    say: Callable[[str], None] = print,
+    **overrides: Any,
+) -> Run:
+    """Make the attention of a model sparse without losing what it can do; returns the Run.
+
+    model: hub name, folder, Run or .gguf file. data: files, globs, a dataset name, or anything with `Batches`' methods.
+    overrides: fields of `Sparsify`, `Training` or `Text` by name, e.g. steps=500, length=256, control=True.
+    """
+    settings, text = _settings(settings or Sparsify(), text or Text(), overrides)
+    processes.micro_batch(settings.training.batch, settings.training.micro_batch, text.length)
+    processes.start()
+    say = processes.quiet(say)
+    processes.on_main(lambda: Run.check(out, resume))
+    base, tokenizer = load(model)
+    if is_gated(base):
+        raise ValueError(f"{model} is already sparse; start from a dense model")
+    architecture(base.config)
+    longest = dimensions(base.config).max_tokens
+    length = text.length if isinstance(data, str | list) else data.length
+    if length > longest:
+        raise ValueError(f"sequences of {length} tokens are longer than the {longest} this model allows (--length)")
+    patterns = [data] if isinstance(data, str) else list(data) if isinstance(data, list) else []
+    batches = _text_batches(patterns, tokenizer, settings, text) if isinstance(data, str | list) else data
+    refuse_full_disk(Path(out), base.config, settings)
+    asked = {"model": str(model), "data": batches.describe(), **dataclasses.asdict(settings)}
+    if isinstance(batches, TextBatches):
+        asked["text"] = dataclasses.asdict(text) | {"patterns": patterns}
+        asked["text"]["cache"] = str(text.cache.absolute())
+    run = Run.create(out, "sparsify", asked, resume)
+    say(_plan(str(model), base, batches, settings))
+    try:
+        sparsify_into(run, base, tokenizer, batches, settings, resume=resume, show_progress=show_progress, say=say)
+    finally:
+        run.unlock()
+    return run
+
+
+def _plan(name: str, model: nn.Module, batches: Batches, settings: Sparsify) -> str:
+    """What is about to happen, in two lines."""
+    size, training = dimensions(model.config), settings.training
+    tokens = training.steps * training.batch * batches.length
+    parameters = sum(p.numel() for p in model.parameters())
+    stages = "the dense control, then the sparse model" if settings.control else "the sparse model (without --control)"
+    return (
+        f"{name}: {parameters / 1e6:.1f}M parameters, {size.n_layers} layers x {size.n_heads} heads\n"
+        f"training {stages}: {training.steps} steps of {training.batch} x {batches.length} tokens "
+        f"({tokens / 1e6:.1f}M); {batches.n_heldout} held-out sequences"
+    )
+
+
+def _settings(settings: Sparsify, text: Text, overrides: dict[str, Any]) -> tuple[Sparsify, Text]:
+    """Give each override to the dataclass that has a field of that name."""
+    parts: dict[str, Any] = {"training": settings.training, "gate": settings.gate, "text": text, "sparsify": settings}
+    for name, value in overrides.items():
+        if name in ("gate", "training"):
+            parts[name] = value
+            continue
+        owner = next((key for key, part in parts.items() if name in {f.name for f in dataclasses.fields(part)}), None)
+        if owner is None:
+            raise ValueError(f"unknown setting {name!r}; see sparselens sparsify --help for all of them")
+        parts[owner] = dataclasses.replace(parts[owner], **{name: value})
+    settings = dataclasses.replace(parts["sparsify"], training=parts["training"], gate=parts["gate"])
+    if settings.target == "control":
+        settings = dataclasses.replace(settings, control=True)
+    return settings, parts["text"]
+
+
+def _text_batches(patterns: list[str], tokenizer, settings: Sparsify, text: Text) -> TextBatches:
+    training = settings.training
+    refuse_overlap(patterns, list(text.heldout))
+    return processes.main_first(
+        lambda: TextBatches(
+            patterns,
+            tokenizer,
+            text.length,
+            cache=text.cache,
+            need=training.steps * training.batch * text.length,
+            heldout_patterns=list(text.heldout),
+            heldout_tokens=text.heldout_tokens,
+            field=text.text_field,
+            seed=training.seed,
+        )
+    )
+
+
+def sparsify_into(
+    run: Run,
+    base: nn.Module,
+    tokenizer: PreTrainedTokenizerBase | None,
+    batches: Batches,
+    settings: Sparsify,
+    *,
+    resume: bool = False,
+    show_progress: bool = True,
+    say: Callable[[str], None] = print,
+) -> nn.Module:
+    """Steps 2 to 4 inside an open Run; returns the sparse model. What a finished stage left there is used again."""
+    training = settings.training
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    source = base.requires_grad_(False)  # of all copies: with FSDP2 it stays whole, on the CPU
+    base = _place(copy.deepcopy(source) if processes.sharded() else source, device)
+    steering = steering_count(batches)
+    micro = processes.micro_batch(training.batch, training.micro_batch, batches.length)
+    precision = precision_of(training.precision)
+    autocast = torch.autocast(device, torch.bfloat16, enabled=precision == "bf16")
+    with autocast:
+        reference = measure(base, batches, 0, steering, micro_batch=micro).losses
+    report_from, report_count = report_slice(batches)
+    common: dict[str, Any] = dict(batches=batches, settings=training, steering=steering, reference=reference, say=say,
+                                  show_progress=show_progress)  # fmt: skip
+
+    def result(model: nn.Module) -> Measurement:
+        with autocast:
+            return measure(model, batches, report_from, report_count, micro_batch=micro, base=base)
+
+    rows = [result(base).row(str(run.record["config"]["model"]), "base")]
+    kl = settings.loss == "kl"
+    common["teacher"] = base if kl else None
+    control_loss = None
+    if settings.control:
+        control = _control(run, source, tokenizer, common, resume)
+        rows.append(result(control).row(str(run.path / "control" / "model"), "control"))
+        with autocast:
+            control_loss = measure(control, batches, 0, steering, micro_batch=micro).loss
+        del control
+
+    target = _target(settings, reference.mean().item(), control_loss)
+    sparse = _gated_copy(source, settings)
+    lowered = start_within_reach(sparse, batches.train(0, max(1, 256 // batches.length))["input_ids"])
+    if lowered:
+        say(f"{lowered} heads whose attention logits are nearly all positive start with a lower gate bias")
+    constraint = _constraint(settings, target)
+    budget = f"least loss with at most {settings.density:.2%} of the edges" if settings.density else "fewest edges"
+    trained = "KL to base" if kl else "cross-entropy"
+    say(f"{budget}, trained on {trained}; target: {_target_of(settings)} at most {target:.4f} nats")
+    best = train(Stage("sparse", sparse, folder=run.path, constraint=constraint, **common), resume)
+    plain = processes.collect(sparse, into=_gated_copy(source, settings)) if processes.sharded() else sparse
+    processes.on_main(lambda: save(plain, tokenizer, run.path / "model"))
+    rows.append(result(sparse).row(str(run.path / "model"), "sparse"))
+    if processes.is_main():
+        run.write("evaluation.json", rows)
+        summary = _summary(rows, best, target, report_count) | {"target_of": _target_of(settings)}
+        run.write("summary.json", summary | _cost(run, training.steps * training.batch * batches.length))
+    _tell(best, target, settings, rows, say)
+    say(f"sparse model: {run.path / 'model'}   table: {run.path / 'evaluation.json'}")
+    return plain
+
+
+def _place(model: nn.Module, device: str) -> nn.Module:
+    return processes.place(model, device, blocks(model))
+
+
+def steering_count(batches: Batches) -> int:
+    """How many held-out sequences, from the first, may steer the training."""
+    return max(1, batches.n_heldout // STEERING_SHARE)
+
+
+def report_slice(batches: Batches) -> tuple[int, int]:
+    """(first, count) of the held-out sequences that steered nothing; a single one has to do both."""
+    steering = steering_count(batches)
+    return (steering, batches.n_heldout - steering) if batches.n_heldout > steering else (0, batches.n_heldout)
+
+
+def _control(run: Run, base: nn.Module, tokenizer, common: dict[str, Any], resume: bool) -> nn.Module:
+    """The same training without gates. A finished one is not trained again."""
+    folder = run.path / "control"
+    if (folder / "model").is_dir():
+        return _place(load(folder / "model")[0], "cuda" if torch.cuda.is_available() else "cpu")
+    model = _copy(base, common["settings"])
+    train(Stage("control", model, folder=folder, **common), resume and folder.is_dir())
+    plain = processes.collect(model, into=_copy(base, common["settings"])) if processes.sharded() else model
+    processes.on_main(lambda: save(plain, tokenizer, folder / "model"))
+    return model
+
+
+def _copy(base: nn.Module, training: Training) -> nn.Module:
+    """A trainable copy: all weights, or LoRA adapters from a fixed seed, so that control and sparse start alike."""
+    return trainable(copy.deepcopy(base), training)
+
+
+def trainable(model: nn.Module, training: Training) -> nn.Module:
+    """The model, ready to train: no dropout; LoRA adapters on it if the settings say so."""
+    model.requires_grad_(True)
+    for module in model.modules():  # noise that gated attention does not have, in the constrained loss
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+    if not training.lora:
+        return model
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise ValueError("LoRA needs the peft package: pip install 'sparselens[lora]'") from None
+    torch.manual_seed(training.seed)
+    config = LoraConfig(
+        r=training.lora, lora_alpha=2 * training.lora, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, config)  # type: ignore[arg-type]
+
+
+def _gated_copy(base: nn.Module, settings: Sparsify) -> nn.Module:
+    model = _copy(base, settings.training)
+    _add_gates(model, settings)
+    return model
+
+
+def _add_gates(model: nn.Module, settings: Sparsify) -> None:
+    install_gates(model.get_base_model() if settings.training.lora else model, settings.gate)  # type: ignore
+    for bias in gate_biases(model):
+        bias.requires_grad_(True)
+
+
+@torch.no_grad()
+def start_within_reach(model: nn.Module, input_ids: torch.Tensor) -> int:
+    """Lower the bias of heads nearly all of whose attention logits are positive; returns how many there are.
+
+    Softmax does not mind an offset, gates do: in Gemma, which normalises queries and keys, a third of the heads have
+    one, of up to 11. Their gates would need more steps to close than `closing` has, and other heads would pay.
+    """
+    was_training, biases = model.training, gate_biases(model)
+    starts = [bias.clone() for bias in biases]
+    for bias in biases:
+        bias.fill_(1000.0)  # wide open: the dense model's own logits
+    ids = input_ids[:, :256].to(biases[0].device)
+    margins = model.eval()(input_ids=ids, use_cache=False, output_attentions=True, gate_output="margin").attentions
+    model.train(was_training)
+    lowered = 0
+    for bias, start, margin in zip(biases, starts, margins, strict=True):
+        logits = margin.transpose(0, 1).flatten(1).float() - 1000.0
+        offset = torch.stack([head[head.isfinite()].quantile(1 - MOST_OPEN) for head in logits]).clamp(min=0)
+        bias.copy_(start - offset)
+        lowered += int((offset > 0).sum())
+    return lowered
+
+
+def _target(settings: Sparsify, base_loss: float, control_loss: float | None) -> float:
+    if settings.target not in ("base", "control"):
+        return float(settings.target) + settings.tolerance
+    if _target_of(settings) == "KL to base":
+        return settings.tolerance  # the base's distance from itself is zero
+    return (base_loss if settings.target == "base" else control_loss) + settings.tolerance  # type: ignore[operator]
+
+
+def _target_of(settings: Sparsify) -> str:
+    """What the target speaks of: a budget is judged by what text costs, whatever it is trained on."""
+    return "KL to base" if settings.loss == "kl" and settings.density is None else "held-out loss"
+
+
+def _constraint(settings: Sparsify, target: float) -> Budget | Constraint:
+    """What steers the run: a budget of edges where one is given, else the loss alone."""
+    if settings.density is not None:
+        return Budget(target, settings.density, settings.closing)
+    return Constraint(target, settings.tolerance, settings.slack, settings.slack_until)
+
+
+def _cost(run: Run, tokens: int) -> dict[str, Any]:
+    """Tokens the sparse model was trained on, minutes of that, tokens per second; peak GPU memory of this process."""
+    rates = sorted(line["tokens_per_second"] for line in Metrics.read(run.path)) or [0]
+    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+    minutes = sum(tokens / len(rates) / max(1, rate) for rate in rates) / 60
+    return {"tokens": tokens, "minutes": minutes, "tokens_per_second": rates[len(rates) // 2], "peak_gib": peak}
+
+
+def _summary(rows: list[dict], best: Best, target: float, report_count: int) -> dict[str, Any]:
+    summary: dict[str, Any] = {
+        "target": target,
+        "met": best.met,
+        "best_step": best.step,
+        "report_sequences": report_count,
+    }
+    for row in rows:
+        summary[row["kind"]] = {key: row[key] for key in ("loss", "kl_to_base", "density", "edges_per_query")}
+    return summary
+
+
+def _tell(best: Best, target: float, settings: Sparsify, rows: list[dict], say: Callable[[str], None]) -> None:
+    if not best.met:
+        budget = settings.density
+        over = budget is not None and best.density > budget
+        missed = f"budget of {budget:.2%}" if over else f"target {target:.4f}"
+        advice = "loosen the start (--slack)" if budget is None else "keep more edges (--density)"
+        more = "Close faster (--bias-lr)" if over else "Allow more (--tolerance)"
+        say(
+            f"The {missed} was not reached: the best state (step {best.step}) has {_target_of(settings)} "
+            f"{best.loss:.4f} at density {best.density:.2%}; it is the one that was kept. {more}, "
+            f"train longer (--steps), or {advice}."
+        )
+    say(table(rows))
+
+
+def table(rows: list[dict]) -> str:
+    """Base, control and sparse side by side, as text."""
+    lines = [f"{'':10}{'loss':>9}{'KL to base':>12}{'density':>10}{'edges/query':>13}"]
+    for row in rows:
+        kl = "" if row["kl_to_base"] is None else f"{row['kl_to_base']:.4f}"
+        per_query = "" if row["edges_per_query"] is None else f"{row['edges_per_query']:.3f}"
+        lines.append(f"{row['kind']:10}{row['loss']:9.4f}{kl:>12}{row['density']:10.3%}{per_query:>13}")
+    return "\n".join(lines)

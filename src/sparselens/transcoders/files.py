@@ -1,0 +1,185 @@
+"""Transcoder folders in circuit-tracer's layout, written and read.
+
+Cross-layer (model_kind: cross_layer_transcoder)
+    config.yaml             model_name, model_kind, feature_input_hook, feature_output_hook, scan
+    W_enc_i.safetensors     W_enc_i [n_features, d_model], b_enc_i, b_dec_i, threshold_i (without it: ReLU)
+    W_dec_i.safetensors     W_dec_i [n_features, n_layers - i, d_model]
+Per-layer (model_kind: transcoder_set)
+    layer_i.safetensors     W_enc, W_dec [n_features, d_model], b_enc, b_dec, activation_function.threshold
+
+TopK and BatchTopK add `activation` and `k` to config.yaml. Nothing but YAML scalars and safetensors is ever read.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..runs.run import whole_folder, write_bytes
+from .transcoder import InputHook, Transcoder, check_activation
+
+# circuit-tracer's names for what features read. Its hook_mlp_in is the residual stream, before the MLP's norm.
+HOOKS: dict[str, InputHook] = {"mlp.hook_in": "mlp-input", "hook_resid_mid": "residual", "hook_mlp_in": "residual"}
+OUTPUT_HOOKS = ("hook_mlp_out", "mlp.hook_out")
+FOLDER = "transcoder"  # of a Run
+ENCODER = ("W_enc", "b_enc", "b_dec", "threshold")
+
+
+def save_transcoder(transcoder: Transcoder, folder: str | Path) -> Path:
+    """Write the folder beside its final place, then rename it."""
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    with whole_folder(folder) as fresh:
+        fresh.mkdir()
+        for layer in range(transcoder.n_layers):
+            tensors = {name: getattr(transcoder, name)[layer] for name in ("W_enc", "b_enc", "b_dec", "W_dec")}
+            if transcoder.activation == "jumprelu":
+                tensors["threshold"] = transcoder.threshold[layer]
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+            if transcoder.cross_layer:
+                decoder = tensors.pop("W_dec")
+                numbered = {f"{name}_{layer}": tensor for name, tensor in tensors.items()}
+                save_file(numbered, fresh / f"W_enc_{layer}.safetensors")
+                save_file({f"W_dec_{layer}": decoder}, fresh / f"W_dec_{layer}.safetensors")
+            else:
+                tensors["W_dec"] = tensors["W_dec"][:, 0].contiguous()
+                if "threshold" in tensors:
+                    tensors["activation_function.threshold"] = tensors.pop("threshold")
+                save_file(tensors, fresh / f"layer_{layer}.safetensors")
+        write_bytes(fresh / "config.yaml", _yaml(_config(transcoder)).encode())
+    return folder
+
+
+def _config(transcoder: Transcoder) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "model_name": transcoder.model_name,
+        "model_kind": "cross_layer_transcoder" if transcoder.cross_layer else "transcoder_set",
+        "feature_input_hook": next(name for name, hook in HOOKS.items() if hook == transcoder.input_hook),
+        "feature_output_hook": "hook_mlp_out",
+        "scan": Path(transcoder.model_name).name,
+    }
+    if transcoder.k is not None:
+        config |= {"activation": transcoder.activation, "k": transcoder.k}
+    return config
+
+
+def _yaml(config: dict[str, Any]) -> str:
+    """Scalars only; strings quoted as JSON, which YAML reads."""
+    import json
+
+    return "".join(f"{key}: {json.dumps(value)}\n" for key, value in config.items())
+
+
+def load_transcoder(folder: str | Path, device: str | None = None) -> Transcoder:
+    """The transcoder in a folder or Run; ValueError naming the file for anything missing, misshapen or not finite."""
+    folder = Path(folder)
+    if not (folder / "config.yaml").is_file() and (folder / FOLDER / "config.yaml").is_file():
+        folder = folder / FOLDER
+    if not (folder / "config.yaml").is_file():
+        raise ValueError(
+            f"no transcoder in {folder}: expected a config.yaml beside W_enc_*.safetensors or layer_*.safetensors "
+            "(make one with `sparselens transcode`)"
+        )
+    config = _read_config(folder / "config.yaml")
+    layers = _read_layers(folder, cross_layer=config["model_kind"] == "cross_layer_transcoder")
+    n_layers, (n_features, d_model) = len(layers), layers[0]["W_enc"].shape
+    has_thresholds = any("threshold" in layer for layer in layers)
+    activation = str(config.get("activation") or "jumprelu").replace("_", "").lower()
+    if activation == "relu":
+        activation = "jumprelu"  # with thresholds of zero
+    k = config.get("k") if activation != "jumprelu" else None
+    try:
+        check_activation(activation, k, n_features)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.yaml'}: {error}") from None
+    dtypes = {tensor.dtype for layer in layers for tensor in layer.values()}
+    transcoder = Transcoder(
+        n_layers, n_features, d_model, cross_layer=config["model_kind"] == "cross_layer_transcoder",
+        activation=activation, k=k, input_hook=HOOKS[config["feature_input_hook"]],  # type: ignore[arg-type]
+        model_name=str(config.get("model_name") or ""),
+        dtype=torch.float64 if torch.float64 in dtypes else torch.float32,
+    )  # fmt: skip
+    with torch.no_grad():
+        for layer, tensors in enumerate(layers):
+            wanted = {"W_enc", "b_enc", "W_dec", "b_dec"} | ({"threshold"} if has_thresholds else set())
+            for name in sorted(wanted):
+                if name == "threshold" and activation != "jumprelu":
+                    continue
+                _fill(getattr(transcoder, name)[layer], tensors.get(name), f"{name} of layer {layer} in {folder}")
+    return transcoder.to(device).requires_grad_(False).eval() if device else transcoder.requires_grad_(False).eval()
+
+
+def _fill(parameter: Tensor, found: Tensor | None, what: str) -> None:
+    if found is None:
+        raise ValueError(f"{what} is missing; the folder is not complete")
+    if found.shape != parameter.shape:
+        raise ValueError(f"{what} has shape {list(found.shape)}, expected {list(parameter.shape)}")
+    if not found.isfinite().all():
+        raise ValueError(f"{what} holds NaN or infinite numbers; the transcoder cannot be used")
+    parameter.copy_(found)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        config = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not YAML: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: expected `key: value` lines, found {type(config).__name__}")
+    kinds = ("cross_layer_transcoder", "transcoder_set")
+    if config.get("model_kind") not in kinds:
+        raise ValueError(f"{path}: model_kind is {config.get('model_kind')!r}, expected {' or '.join(kinds)}")
+    # Other releases write the full path of the hook, with the layer in it.
+    for key in ("feature_input_hook", "feature_output_hook"):
+        config[key] = re.sub(r"^blocks\.(\{layer\}|\d+)\.", "", str(config.get(key)))
+    if config["feature_input_hook"] not in HOOKS:
+        raise ValueError(
+            f"{path}: features read {config['feature_input_hook']!r}; supported are {', '.join(HOOKS)} "
+            "(ln2.hook_normalized lies between a norm and its gain: fold the gain into W_enc and use mlp.hook_in)"
+        )
+    if config["feature_output_hook"] not in OUTPUT_HOOKS:
+        raise ValueError(f"{path}: features write {config['feature_output_hook']!r}; supported is hook_mlp_out")
+    return config
+
+
+def _read_layers(folder: Path, cross_layer: bool) -> list[dict[str, Tensor]]:
+    """Per layer the tensors under their plain names, W_dec always [n_features, targets, d_model]."""
+    prefix = "W_enc" if any(folder.glob("W_enc_*.safetensors")) else "layer"
+    pattern = re.compile(rf"{prefix}_(\d+)\.safetensors")
+    numbers = sorted(int(match[1]) for path in folder.iterdir() if (match := pattern.fullmatch(path.name)))
+    if not numbers:
+        raise ValueError(f"{folder} holds neither W_enc_*.safetensors nor layer_*.safetensors")
+    if numbers != list(range(len(numbers))):
+        missing = sorted(set(range(numbers[-1] + 1)) - set(numbers))
+        raise ValueError(f"{folder} has no {prefix}_{missing[0]}.safetensors; every layer from 0 on is needed")
+    layers = []
+    for number in numbers:
+        tensors = _read(folder / f"{prefix}_{number}.safetensors")
+        if prefix == "W_enc":
+            tensors |= _read(folder / f"W_dec_{number}.safetensors")
+            tensors = {name.removesuffix(f"_{number}"): tensor for name, tensor in tensors.items()}
+        tensors = {name.removeprefix("activation_function."): tensor for name, tensor in tensors.items()}
+        if "W_skip" in tensors:
+            raise ValueError(f"{folder} has skip connections (W_skip, layer {number}), which are not supported")
+        if "W_enc" not in tensors or tensors["W_enc"].ndim != 2:
+            raise ValueError(f"W_enc of layer {number} in {folder} is missing or not [n_features, d_model]")
+        if not cross_layer and "W_dec" in tensors and tensors["W_dec"].ndim == 2:
+            tensors["W_dec"] = tensors["W_dec"][:, None]
+        layers.append(tensors)
+    return layers
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; the transcoder is not complete")
+    try:
+        return load_file(path)
+    except Exception as error:  # safetensors' own error type is not public
+        raise ValueError(f"{path} is not a readable safetensors file: {error}") from None

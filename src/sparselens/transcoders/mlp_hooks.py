@@ -1,0 +1,113 @@
+"""A model and its transcoder together: what the MLPs see, and the model run on reconstructions instead.
+
+inputs, outputs = observe(model, batch, "mlp-input")     per layer [batch, tokens, d_model]: one forward pass, no logits
+with replaced(model, transcoder):                        every MLP's output is what the transcoder makes of the
+    model(ids)                                           inputs so far, layer by layer in one forward pass
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..models.architectures import base_model, dimensions, mlp_modules, parts
+from ..runs import distributed as processes
+from .transcoder import Transcoder
+
+
+class _Enough(Exception):
+    """The last MLP has been seen; the logits are not needed."""
+
+
+def check_fit(model: nn.Module, transcoder: Transcoder) -> None:
+    """ValueError when the transcoder was made for a model of another shape."""
+    d = dimensions(base_model(model).config)
+    mine, its = (transcoder.n_layers, transcoder.d_model), (d.n_layers, d.d_model)
+    if mine != its:
+        raise ValueError(
+            f"the transcoder is for {mine[0]} layers of width {mine[1]}, this model has {its[0]} of width {its[1]}; "
+            "use the transcoder that was trained on it"
+        )
+
+
+@contextmanager
+def _reading(model: nn.Module, hook: str, keep: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Hand what every layer's features read to `keep`, before its MLP runs."""
+    modules = mlp_modules(model)
+    if hook == "residual":
+        norms = [parts(model, layer).mlp_norm for layer in range(len(modules))]
+        modules = [mlp if norm is None else norm for mlp, norm in zip(modules, norms, strict=True)]
+
+    def reader(layer: int) -> Callable:
+        def read(module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
+            keep(layer, arguments[0] if arguments else next(iter(keywords.values())))
+
+        return read
+
+    handles = [m.register_forward_pre_hook(reader(i), with_kwargs=True) for i, m in enumerate(modules)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def observe(model: nn.Module, batch: dict[str, Tensor], hook: str) -> tuple[list[Tensor], list[Tensor]]:
+    """(what the features read, what the MLPs return), per layer [batch, tokens, d_model]. Gates are deterministic."""
+    n_layers = dimensions(base_model(model).config).n_layers
+    inputs: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor] = {}
+
+    def writer(layer: int) -> Callable:
+        def wrote(module: nn.Module, arguments: tuple, output: Tensor) -> None:
+            outputs[layer] = output
+            if layer + 1 == n_layers and not processes.is_sharded(model):  # which would stay open if cut off
+                raise _Enough
+
+        return wrote
+
+    handles = [m.register_forward_hook(writer(i)) for i, m in enumerate(mlp_modules(model))]
+    try:
+        with _reading(model, hook, inputs.__setitem__):
+            model(**{name: value for name, value in batch.items() if name != "labels"}, use_cache=False)
+    except _Enough:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [inputs[i] for i in range(n_layers)], [outputs[i] for i in range(n_layers)]
+
+
+@contextmanager
+def replaced(model: nn.Module, transcoder: Transcoder) -> Iterator[None]:
+    """Inside the block, the model's MLPs return the transcoder's reconstruction of what they would have returned.
+
+    1. before MLP l runs, its features read their input, which earlier reconstructions have already changed
+    2. what they write to layers l, l + 1, ... is added to what these layers have been promised so far
+    3. MLP l returns its promise plus b_dec[l]
+    """
+    check_fit(model, transcoder)
+    promised: dict[int, Tensor] = {}
+
+    def encode(layer: int, x: Tensor) -> None:
+        if layer == 0:
+            promised.clear()
+        dtype = transcoder.W_enc[layer].dtype
+        with torch.autocast(x.device.type, enabled=False):
+            written = transcoder.written(layer, transcoder.encode(layer, x.to(dtype)))
+        for j, one in enumerate(written.unbind(-2)):
+            promised[layer + j] = promised[layer + j] + one if layer + j in promised else one
+
+    def answer(layer: int) -> Callable:
+        return lambda module, arguments, output: (promised.pop(layer) + transcoder.b_dec[layer]).to(output.dtype)
+
+    handles = [m.register_forward_hook(answer(i)) for i, m in enumerate(mlp_modules(model))]
+    try:
+        with _reading(model, transcoder.input_hook, encode):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()

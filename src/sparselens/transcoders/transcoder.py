@@ -1,0 +1,231 @@
+"""The cross-layer transcoder: sparse features that stand in for a model's MLPs.
+
+A feature of layer l reads the MLP input of layer l and writes to the MLP outputs of layers l, l + 1, ... (cross-layer)
+or of layer l alone (per-layer):
+
+  1. pre-activations  z_l = W_enc[l] x_l + b_enc[l]                             [n_features]
+  2. activations      a_l = z_l where it is large enough, else 0                JumpReLU, TopK or BatchTopK
+  3. reconstruction   y_m = b_dec[m] + sum over l <= m of a_l W_dec[l][:, m - l]    [d_model]
+
+Everything is in the model's own units: x is what the MLP module receives, y what it returns.
+"""
+
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .decoding import entries, write
+
+Activation = Literal["jumprelu", "topk", "batchtopk"]
+InputHook = Literal["mlp-input", "residual"]
+
+
+class Transcoder(nn.Module):
+    """Encoders, decoders and thresholds of all layers.
+
+    W_enc[l] [n_features, d_model]; b_enc[l] [n_features]; W_dec[l] [n_features, targets, d_model], where W_dec[l][f, j]
+    is what feature f of layer l writes to the MLP output of layer l + j; b_dec[l] [d_model]; threshold[l] [n_features]
+    (JumpReLU only).
+    """
+
+    def __init__(
+        self,
+        n_layers: int,
+        n_features: int,
+        d_model: int,
+        *,
+        cross_layer: bool = True,
+        activation: Activation = "jumprelu",
+        k: int | None = None,
+        input_hook: InputHook = "mlp-input",
+        model_name: str = "",
+        dtype: torch.dtype = torch.float32,
+    ):
+        super().__init__()
+        for name, value in (("n_layers", n_layers), ("n_features", n_features), ("d_model", d_model)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: expected at least 1")
+        check_activation(activation, k, n_features)
+        if input_hook not in get_args(InputHook):
+            raise ValueError(f"input_hook={input_hook!r}: expected 'mlp-input' or 'residual'")
+        self.n_layers, self.n_features, self.d_model = n_layers, n_features, d_model
+        self.cross_layer, self.activation, self.input_hook = cross_layer, activation, input_hook
+        self.k = None if activation == "jumprelu" else k
+        self.model_name = model_name
+
+        def each(*shape: int) -> nn.ParameterList:
+            return nn.ParameterList(nn.Parameter(torch.zeros(shape, dtype=dtype)) for _ in range(n_layers))
+
+        self.W_enc, self.b_enc = each(n_features, d_model), each(n_features)
+        self.W_dec = nn.ParameterList(
+            nn.Parameter(torch.zeros(n_features, self.n_targets(layer), d_model, dtype=dtype))
+            for layer in range(n_layers)
+        )
+        self.b_dec = each(d_model)
+        self.threshold = each(n_features) if activation == "jumprelu" else nn.ParameterList()
+
+    def n_targets(self, layer: int) -> int:
+        """How many MLP outputs the features of a layer write to."""
+        return self.n_layers - layer if self.cross_layer else 1
+
+    def pre_activations(self, layer: int, x: Tensor) -> Tensor:
+        """[..., n_features] from what the layer's MLP receives, [..., d_model]: affine."""
+        return F.linear(x, self.W_enc[layer], self.b_enc[layer])
+
+    def activate(self, layer: int, pre: Tensor) -> Tensor:
+        """Activations >= 0, mostly zero, from pre-activations [..., n_features]."""
+        if self.activation == "jumprelu":
+            return pre * active(pre, self.threshold[layer])
+        assert self.k is not None
+        select = topk_mask if self.activation == "topk" else batch_topk_mask
+        return pre * select(pre.flatten(0, -2), self.k).view_as(pre)
+
+    def encode(self, layer: int, x: Tensor) -> Tensor:
+        """Activations [..., n_features] of the features of a layer. BatchTopK looks at all tokens of x together."""
+        return self.activate(layer, self.pre_activations(layer, x))
+
+    def decode(self, activations: list[Tensor]) -> list[Tensor]:
+        """Reconstructed MLP outputs [..., d_model] of every layer, from the activations of every layer."""
+        outputs = [self.b_dec[layer].expand(*a.shape[:-1], self.d_model) for layer, a in enumerate(activations)]
+        for layer, a in enumerate(activations):
+            written = torch.einsum("...f,fjd->...jd", a, self.W_dec[layer])
+            for j in range(self.n_targets(layer)):
+                outputs[layer + j] = outputs[layer + j] + written[..., j, :]
+        return outputs
+
+    def written(self, layer: int, activations: Tensor) -> Tensor:
+        """[..., targets, d_model]: what a layer's activations [..., n_features] write. The sparse path of `decode`."""
+        flat = activations.flatten(0, -2)
+        at = entries(flat != 0)
+        return write(flat[at.tokens, at.features], at, self.W_dec[layer]).unflatten(0, activations.shape[:-1])
+
+    def reconstruct(self, inputs: list[Tensor]) -> list[Tensor]:
+        """Reconstructed MLP outputs of every layer from what the MLPs receive, each [..., d_model]."""
+        return self.decode([self.encode(layer, x) for layer, x in enumerate(inputs)])
+
+    @torch.no_grad()
+    def as_jumprelu(self, inputs: list[Tensor]) -> "Transcoder":
+        """The same features behind fixed thresholds, one per layer, that give the same activations on these inputs.
+
+        inputs: per layer [..., d_model]. Only for BatchTopK, whose choice already is a threshold, one per batch.
+        """
+        if self.activation != "batchtopk" or self.k is None:
+            raise ValueError(f"a {self.activation} transcoder has no common threshold; only batchtopk can be converted")
+        converted = Transcoder(
+            self.n_layers, self.n_features, self.d_model, cross_layer=self.cross_layer, input_hook=self.input_hook,
+            model_name=self.model_name, dtype=self.W_enc[0].dtype,
+        ).to(self.W_enc[0].device)  # fmt: skip
+        converted.load_state_dict(self.state_dict(), strict=False)
+        for layer, x in enumerate(inputs):
+            pre = self.pre_activations(layer, x).flatten(0, -2)
+            converted.threshold[layer].fill_(batch_topk_threshold(pre, self.k))
+        return converted.requires_grad_(False)
+
+    @classmethod
+    def random(
+        cls,
+        n_layers: int,
+        n_features: int,
+        d_model: int,
+        *,
+        cross_layer: bool = True,
+        activation: Activation = "jumprelu",
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> "Transcoder":
+        """A random transcoder of which about a fifth of the features is active on inputs of unit scale. For tests."""
+        k = None if activation == "jumprelu" else max(1, n_features // 5)
+        made = cls(n_layers, n_features, d_model, cross_layer=cross_layer, activation=activation, k=k, dtype=dtype)
+        generator = torch.Generator().manual_seed(seed)
+        scale = {"W_enc": d_model**-0.5, "b_enc": 0.1, "W_dec": (n_features * n_layers * 0.2) ** -0.5, "b_dec": 0.1}
+        with torch.no_grad():
+            for name, parameter in made.named_parameters():
+                kind = name.split(".")[0]
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.copy_(0.84 + 0.05 * noise if kind == "threshold" else noise * scale[kind])
+        return made.requires_grad_(False)
+
+    @classmethod
+    def load(cls, folder: str | Path, device: str | None = None) -> "Transcoder":
+        """Read a folder in circuit-tracer's layout, or the transcoder of a Run; see transcoder_files.py."""
+        from .files import load_transcoder
+
+        return load_transcoder(folder, device)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write a folder in circuit-tracer's layout: config.yaml and safetensors. It appears whole or not at all."""
+        from .files import save_transcoder
+
+        return save_transcoder(self, folder)
+
+    def __repr__(self) -> str:
+        kind = "cross-layer" if self.cross_layer else "per-layer"
+        k = "" if self.k is None else f", k={self.k}"
+        size = f"{self.n_layers} x {self.n_features} features, d_model={self.d_model}"
+        return f"Transcoder({kind}, {size}, {self.activation}{k})"
+
+
+def check_activation(activation: str, k: int | None, n_features: int) -> None:
+    """ValueError for an unknown activation, or a k that it does not have or cannot have."""
+    if activation not in get_args(Activation):
+        raise ValueError(f"activation={activation!r}: expected one of {', '.join(get_args(Activation))}")
+    if activation != "jumprelu" and (k is None or not 1 <= k <= n_features):
+        raise ValueError(f"k={k}: {activation} expects between 1 and {n_features} (the features of a layer)")
+
+
+# ---- which features are active ---------------------------------------------------------------------------------------
+
+
+def active(pre: Tensor, threshold: Tensor) -> Tensor:
+    """JumpReLU's mask. A feature is never active below zero, whatever its threshold."""
+    return (pre > threshold) & (pre > 0)
+
+
+def topk_mask(pre: Tensor, k: int) -> Tensor:
+    """The k largest positive pre-activations of every token; bool, like pre [n_tokens, n_features]."""
+    return torch.zeros_like(pre, dtype=torch.bool).scatter_(1, pre.topk(k, 1).indices, True) & (pre > 0)
+
+
+def batch_topk_mask(pre: Tensor, k: int) -> Tensor:
+    """The k * n_tokens largest positive pre-activations of all tokens [n_tokens, n_features] together."""
+    chosen = torch.zeros(pre.numel(), dtype=torch.bool, device=pre.device)
+    chosen[pre.flatten().topk(k * len(pre), sorted=False).indices] = True
+    return chosen.view_as(pre) & (pre > 0)
+
+
+def batch_topk_threshold(pre: Tensor, k: int) -> float:
+    """The number between the smallest chosen pre-activation and the largest one left out, never below zero."""
+    ranked = pre.flatten().topk(min(k * len(pre) + 1, pre.numel())).values
+    if len(ranked) <= k * len(pre):
+        return 0.0  # everything positive is chosen
+    smallest, next_one = ranked[-2], ranked[-1]
+    middle = (smallest + next_one) / 2
+    return max(0.0, (middle if middle < smallest else next_one).item())
+
+
+class _JumpReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, pre, threshold, bandwidth):
+        on = active(pre, threshold)
+        ctx.save_for_backward(pre, threshold, on)
+        ctx.bandwidth = bandwidth
+        return pre * on
+
+    @staticmethod
+    def backward(ctx, gradient):
+        pre, threshold, on = ctx.saved_tensors
+        near = (pre - threshold).abs() < ctx.bandwidth / 2
+        return gradient * on, -(threshold / ctx.bandwidth) * near * gradient, None
+
+
+def jumprelu(pre: Tensor, threshold: Tensor, bandwidth: float) -> Tensor:
+    """pre where it exceeds its threshold, else 0, with a straight-through gradient for the threshold.
+
+    The true derivative by the threshold is zero almost everywhere; over a small change of the data it is, on average,
+    -threshold * density(pre = threshold). The density is estimated by a rectangle: 1/bandwidth for a pre-activation
+    within bandwidth/2 of the threshold. pre and threshold have the same shape.
+    """
+    return _JumpReLU.apply(pre, threshold, bandwidth)

@@ -1,0 +1,219 @@
+"""Counting, choosing, pruning, curves: everything about circuits that needs no model."""
+
+import json
+
+import numpy as np
+import pytest
+
+from sparselens.circuits.circuit import Circuit, overlap
+from sparselens.circuits.faithfulness import (
+    MIB_FRACTIONS,
+    Curve,
+    check_spread,
+    log_sizes,
+    mean_multiplier,
+    mib_areas,
+    multiplier,
+    refine,
+    refined_curve,
+)
+from sparselens.models.component_graph import Components
+
+
+@pytest.mark.parametrize(
+    "layers, heads, parallel, expected",
+    [(12, 12, False, 32_491), (24, 16, False, 231_877), (32, 32, False, 1_592_881), (12, 12, True, 32_491 - 144)],
+)
+def test_edge_counts(layers, heads, parallel, expected):
+    assert Components(layers, heads, parallel).n_edges == expected
+
+
+def test_gpt2_small_without_the_split():
+    """11,611 edges when q, k and v of a head count as one reader; 157 writers."""
+    c = Components(12, 12)
+    assert c.n_writers == 157
+    assert c.n_edges - 2 * int(c.possible[c.head_reader(0, "q") : c.head_reader(0, "k")].sum()) - sum(
+        2 * 12 * c.head_writer(layer) for layer in range(1, 12)
+    ) == 11_611  # fmt: skip
+
+
+def brute_prune(c: Components, mask: np.ndarray) -> np.ndarray:
+    """Paths by search: an edge lives if its writer is reachable from the input and its reader reaches the logits."""
+    edges = [(w, int(c.node_of_reader[r]), r) for r, w in zip(*np.nonzero(mask), strict=True)]
+    fed, used = {0}, {-1}
+    for _ in range(c.n_writers + 1):
+        fed |= {t for w, t, _ in edges if w in fed and t >= 0}
+        used |= {w for w, t, _ in edges if t in used}
+    out = np.zeros_like(mask)
+    for w, t, r in edges:
+        out[r, w] = w in fed and t in used
+    return out
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_prune_agrees_with_search(parallel):
+    c, rng = Components(3, 2, parallel), np.random.default_rng(0)
+    for share in (0.05, 0.1, 0.2, 0.5) * 5:
+        mask = (rng.random(c.possible.shape) < share) & c.possible
+        pruned = c.prune(mask)
+        assert np.array_equal(pruned, brute_prune(c, mask))
+        assert np.array_equal(c.prune(pruned), pruned)
+
+
+def test_names_are_mibs_and_unknown_ones_are_refused():
+    c = Components(2, 2)
+    assert c.readers[c.edge("input->a0.h1<q>")[0]] == "a0.h1<q>"
+    for name in ("a0.h2->m0", "a0.h0", "m0->a0.h0<q>", "input->a0.h0"):
+        with pytest.raises(ValueError, match=r"no edge|unknown edge"):
+            c.edge(name)
+
+
+def test_greedy_never_takes_an_unread_writer_and_takes_everything():
+    c = Components(3, 2)
+    scores = np.random.default_rng(0).normal(size=c.possible.shape)
+    order = c.greedy(scores)
+    assert sorted(order) == np.flatnonzero(c.possible).tolist()
+    known = {-1}
+    for flat in order:
+        reader, writer = divmod(int(flat), c.n_writers)
+        assert int(c.node_of_reader[reader]) in known
+        known.add(writer)
+
+
+def test_heads_come_in_whole_one_by_one():
+    c = Components(3, 2)
+    scores = np.where(c.possible, np.random.default_rng(0).normal(size=c.possible.shape), 0)
+    order = c.heads(scores)
+    assert sorted(order) == np.flatnonzero(c.possible).tolist()
+    heads = [c.head_writer(layer, head) for layer in range(3) for head in range(2)]
+    ranked = sorted(heads, key=lambda writer: -abs(scores[:, writer].sum()))
+    place = 0
+    for n in range(len(heads) + 1):  # all edges among input, MLPs, logits and the first n heads, and no others
+        inside = {-1, *range(c.n_writers)} - set(ranked[n:])
+        among = {
+            int(reader * c.n_writers + writer)
+            for reader, writer in zip(*np.nonzero(c.possible), strict=True)
+            if writer in inside and c.node_of_reader[reader] in inside
+        }
+        assert set(order[: len(among)].tolist()) == among
+        added = order[place : len(among)]
+        assert (np.diff(np.abs(scores.ravel()[added])) <= 0).all()  # the largest edges of a head first
+        place = len(among)
+    assert np.array_equal(Circuit(c, scores, c.possible).order("heads"), order)
+
+
+def test_random_circuits_are_alive():
+    c, rng = Components(4, 3), np.random.default_rng(0)
+    for n in (1, 5, 40, 150):
+        mask = c.random_circuit(n, rng)
+        assert n <= mask.sum() <= n + 20 and np.array_equal(c.prune(mask), mask)
+
+
+def test_mib_json_there_and_back(tmp_path):
+    c = Components(2, 3)
+    scores = np.where(c.possible, np.random.default_rng(0).normal(size=c.possible.shape), 0.0)
+    circuit = Circuit(c, scores, c.prune(c.mask(c.top(scores)[:30])), d_model=12)
+    circuit.save(tmp_path / "circuit.json")
+    value = json.loads((tmp_path / "circuit.json").read_text())
+    assert set(value) == {"cfg", "nodes", "edges"} and len(value["edges"]) == c.n_edges
+    assert set(value["cfg"]) == {"n_layers", "n_heads", "parallel_attn_mlp", "d_model"}
+    assert value["nodes"]["logits"] == {"in_graph": True} and "input" in value["nodes"]
+    assert set(value["edges"]["input->a0.h0<q>"]) == {"score", "in_graph"}
+    back = Circuit.load(tmp_path / "circuit.json")
+    assert np.allclose(back.scores, scores) and np.array_equal(back.mask, circuit.mask)
+    with pytest.raises(ValueError, match="unknown edge"):
+        Circuit.from_mib(value | {"edges": {"x->y": {"score": 1.0, "in_graph": True}}})
+    with pytest.raises(ValueError, match="MIB"):
+        Circuit.from_mib({"edges": {}})
+
+
+def make_curve(edges, effects, n=40, seed=0):
+    rng = np.random.default_rng(seed)
+    nothing, model = rng.normal(-2, 0.3, n), rng.normal(3, 0.3, n)
+    metrics = nothing + np.array(effects)[:, None] * (model - nothing)
+    return Curve(np.array(edges), metrics, model, nothing)
+
+
+def test_reaching_and_staying_above():
+    curve = make_curve([1, 10, 100, 1000, 5000], [0.1, 0.92, 0.7, 0.95, 1.0])
+    assert np.allclose(curve.effects(), [0.1, 0.92, 0.7, 0.95, 1.0])
+    assert curve.edges_at(0.9) == 1000  # 10 reaches it, 100 falls below again
+    assert curve.edges_at(0.5) == 10
+    assert curve.edges_at(0.99) == 5000
+    low, high = curve.band()
+    assert (low <= curve.effects() + 1e-9).all() and (high >= curve.effects() - 1e-9).all()
+
+
+def test_multiplier_is_paired():
+    dense, sparse = make_curve([1, 100, 1000], [0.1, 0.5, 1.0]), make_curve([1, 10, 1000], [0.1, 0.93, 1.0])
+    found = multiplier(dense, sparse, 0.9)
+    assert (found["dense_edges"], found["sparse_edges"], found["multiplier"], found["n_prompts"]) == (
+        1000,
+        10,
+        100.0,
+        40,
+    )
+    assert found["low"] <= 100 <= found["high"]
+    with pytest.raises(ValueError, match="different prompts"):
+        multiplier(dense, make_curve([1, 2], [0, 1.0], n=7), 0.9)
+
+
+def test_mean_multiplier():
+    effects = np.linspace(0.1, 1.0, 19)
+    sparse, dense = (make_curve(factor * np.arange(1, 20) ** 2, effects) for factor in (1, 3))
+    found = mean_multiplier(dense, sparse)
+    assert found["multiplier"] == pytest.approx(3) == found["low"] == found["high"] and found["n_prompts"] == 40
+    sizes = [dense.edges_at(level) for level in (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)]
+    assert found["dense_edges"] == pytest.approx(np.exp(np.log(sizes).mean()))
+    with pytest.raises(ValueError, match="different prompts"):
+        mean_multiplier(dense, make_curve([1, 2], [0, 1.0], n=7))
+
+
+def test_a_curve_that_stays_just_below_a_threshold():
+    """1,000 against 10 edges at 90 % where the curves are the same but for one point: the mean is not taken in."""
+    dense = make_curve([1, 10, 100, 1000], [0.1, 0.89, 0.89, 1.0])
+    sparse = make_curve([1, 10, 100, 1000], [0.1, 0.91, 0.91, 1.0])
+    assert multiplier(dense, sparse, 0.9)["multiplier"] == 100
+    assert mean_multiplier(dense, sparse)["multiplier"] == pytest.approx(100 ** (1 / 10))
+
+
+def test_areas():
+    ones = np.ones(len(MIB_FRACTIONS))
+    assert mib_areas(ones) == {"cpr": pytest.approx(0.999), "cmd": pytest.approx(0.0)}
+    assert make_curve([1, 10, 100], [1.0, 1.0, 1.0]).area_log() == pytest.approx(1.0)
+    assert make_curve([1, 10, 100], [0.0, 0.0, 1.0]).area_log() == pytest.approx(0.25)
+
+
+def test_a_task_the_model_cannot_do_is_refused():
+    rng = np.random.default_rng(0)
+    with pytest.raises(ValueError, match="does not do this task"):
+        check_spread(rng.normal(size=50), rng.normal(size=50), "ioi")
+    check_spread(rng.normal(3, 1, 50), rng.normal(size=50), "ioi")
+
+
+def test_sizes_and_refinement():
+    assert log_sizes(100, 3).tolist() == [1, 10, 100]
+    assert refine(np.array([1, 10, 1000]), np.array([0.1, 0.5, 1.0])) == [100]
+    assert refine(np.array([1, 2, 3]), np.array([0.1, 0.5, 1.0])) == []
+
+
+def test_overlap():
+    a, b = np.array([True, True, False]), np.array([True, False, True])
+    assert overlap(a, b) == {"shared": 1, "jaccard": pytest.approx(1 / 3), "of_smaller": 0.5}
+
+
+def test_a_refined_curve_looks_where_it_crosses_and_never_beyond_what_there_is():
+    """Effect n / 40, of 100: the crossing at 36 is closed in on; nothing above the largest size is ever run."""
+    asked: list[int] = []
+
+    def run(sizes):
+        asked.extend(sizes)
+        return np.minimum(np.array(sizes, float)[:, None] / 40, 1.0) * np.ones(3)
+
+    curve = refined_curve([1, 10, 30, 60], run, np.ones(3), np.zeros(3), 100)
+    assert len(asked) == len(set(asked)) and len(asked) > 4
+    assert 36 <= curve.edges_at(0.9) < 60
+    asked.clear()
+    curve = refined_curve([1, 10, 30], run, np.ones(3), np.zeros(3), 100)
+    assert max(asked) == 30 and curve.edges_at(0.9) == 100
+    assert refined_curve([], run, np.ones(3), np.zeros(3), 100).edges.tolist() == [0, 100]

@@ -1,0 +1,379 @@
+"""Circuits of real (tiny) models: the pieces are the model, scores are derivatives, and the whole walk."""
+
+import itertools
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from pairs import QUIET, chosen, random_prompts, words_task
+from tiny_models import CONFIGS, tiny_model, tiny_tokenizer
+
+from sparselens.circuits.attention_edges import AttentionPatcher
+from sparselens.circuits.circuit import Circuit
+from sparselens.circuits.compare import compare, table
+from sparselens.circuits.discover import answered, discover
+from sparselens.circuits.heads import HeadPatcher
+from sparselens.circuits.run import Patcher, trace
+from sparselens.circuits.scores import (
+    _differences,
+    _embeddings,
+    _writer_products,
+    eap,
+    exact,
+    path_points,
+    reader_shares,
+    stretch_weights,
+)
+from sparselens.cli import main
+from sparselens.config import Gate, Search
+from sparselens.models.architectures import Dimensions, mlp_width
+from sparselens.models.decoder import Decoder
+from sparselens.models.loading import install_gates, save
+from sparselens.models.memory import PeakMemory, estimate_memory
+from sparselens.tasks import Pair, Task
+
+
+def large_vocabulary(size: int):
+    model = tiny_model("llama")
+    model.resize_token_embeddings(size)
+    return model
+
+
+def gated(family: str, bias: float = 0.3):
+    return install_gates(tiny_model(family), Gate(bias=bias))
+
+
+@pytest.mark.parametrize("ablation", ["corrupted", "mean", "zero"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_full_circuit_is_the_model_and_empty_is_the_corrupted_prompt(family, ablation):
+    """Patcher checks itself to 1e-4 of the logits; here with sdpa as well as with gates."""
+    for model in (tiny_model(family, attention="eager" if "gemma2" in family else "sdpa"), gated(family)):
+        patcher = Patcher(Decoder(model), random_prompts(), ablation)
+        assert all(error < 1e-5 for error in patcher.checks.values())
+        if ablation == "corrupted":
+            prompts = patcher.prompts
+            with torch.no_grad():
+                own = prompts.score(prompts.at_reads(model(prompts.corrupted).logits).double())
+            assert torch.allclose(patcher.m_nothing, own, atol=1e-4)
+
+
+def test_the_self_check_notices_a_model_it_does_not_understand():
+    model = tiny_model("llama")
+    decoder = Decoder(model)
+    decoder.parts[0].mlp.register_forward_hook(
+        lambda module, arguments, output: output * (1 + 0.1 * decoder_is_running())
+    )
+    decoder_is_running = iter_flag(model)
+    with pytest.raises(ValueError, match="self-check failed: the full circuit"):
+        Patcher(decoder, random_prompts())
+
+
+def iter_flag(model):
+    """1 while the model's own forward pass runs, 0 while its pieces are called."""
+    running = [0]
+    model.register_forward_pre_hook(lambda *a: running.__setitem__(0, 1))
+    model.register_forward_hook(lambda *a: running.__setitem__(0, 0), always_call=True)
+    return lambda: running[0]
+
+
+def test_single_edges_and_any_grouping_of_circuits():
+    """One circuit alone, in a batch of many, and in small pieces of prompts: the same numbers."""
+    decoder, prompts = Decoder(tiny_model("qwen3")), random_prompts(5)
+    c, rng = decoder.components, np.random.default_rng(0)
+    masks = np.stack([c.prune((rng.random(c.possible.shape) < share) & c.possible) for share in (0.1, 0.3, 0.6, 0.9)])
+    together = Patcher(decoder, prompts).run(masks)
+    little = Patcher(decoder, prompts, memory_mb=0.02)
+    alone = torch.stack([little.run(mask[None])[0] for mask in masks])
+    assert torch.allclose(together, alone, atol=1e-5)
+
+
+def test_an_edge_carries_only_its_own_writer():
+    """input->logits alone: the corrupted residual stream with the clean embedding swapped in."""
+    decoder, prompts = Decoder(tiny_model("gpt2")), random_prompts()
+    patcher = Patcher(decoder, prompts)
+    mask = np.zeros_like(decoder.components.possible)
+    mask[decoder.components.edge("input->logits")] = True
+    from sparselens.circuits.run import trace
+    from sparselens.models.hooks import start
+
+    clean, corrupted = start(decoder.model, prompts.clean), start(decoder.model, prompts.corrupted)
+    run = trace(decoder, corrupted.embedding)
+    with torch.no_grad():
+        final = run.final + clean.embedding - corrupted.embedding
+        expected = prompts.score(prompts.at_reads(decoder.unembed(final)).double())
+    assert torch.allclose(patcher.run(mask[None])[0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "family, with_gates, step",
+    [("gpt2", False, 1e-5), ("gpt_neox", False, 1e-5), ("gpt2", True, 1e-5), ("gpt_neox", True, 1e-5)]
+    # RMS norms compute in fp32 whatever they are given: a wider step, and no gates that it could flip.
+    + [(family, False, 2e-3) for family in ("llama", "qwen3", "olmo2", "gemma3_text")],
+)
+def test_eap_is_the_derivative_of_exact_patching(family, with_gates, step):
+    """Every edge, by central differences. Gates held still: where none flips, that is the derivative."""
+    model = (gated(family) if with_gates else tiny_model(family)).double()
+    decoder, prompts = Decoder(model, straight_through=False), random_prompts(2, 6)
+    scores = eap(decoder, prompts)
+    patcher, c = Patcher(decoder, prompts), decoder.components
+    edges = np.flatnonzero(c.possible)
+    masks = torch.from_numpy(c.possible).double().flatten().repeat(2 * len(edges), 1)
+    rows = torch.arange(len(edges))
+    masks[2 * rows, edges] += step
+    masks[2 * rows + 1, edges] -= step
+    values = patcher.run(masks.view(-1, *c.possible.shape)).mean(1)
+    slope = ((values[0::2] - values[1::2]) / (2 * step)).numpy()
+    assert np.abs(slope - scores.ravel()[edges]).max() < 1e-3 * np.abs(scores).max()
+
+
+def spearman(a: np.ndarray, b: np.ndarray) -> float:
+    ranks = [np.argsort(np.argsort(x)) for x in (np.abs(a), np.abs(b))]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def test_eap_ig_ranks_like_exact_patching():
+    model = tiny_model("gpt2")
+    decoder, prompts = Decoder(model), random_prompts(8, 8)
+    edges = np.flatnonzero(decoder.components.possible)
+    wanted = exact(Patcher(decoder, prompts)).ravel()[edges]
+    ranked = {path: eap(decoder, prompts, 5, n_at_once=3, path=path).ravel()[edges] for path in ("own", "whole")}
+    assert spearman(wanted, ranked["own"]) > 0.9
+    assert spearman(wanted, ranked["own"]) > spearman(wanted, ranked["whole"])
+
+
+def test_weights_average_over_the_stretch_an_edge_covers():
+    """Linear functions exactly, whatever the points; the whole path is their trapezoid rule."""
+    shares = np.array([1e-9, 0.03, 0.2, 0.77, 1.0])
+    points = path_points(5, "own")
+    weights = stretch_weights(shares, points)
+    assert np.allclose(weights.sum(0), 1)
+    assert np.allclose(np.array(points) @ weights, 1 - shares / 2)
+    assert np.allclose(weights[:, 0], [0, 0, 0, 0, 1], atol=1e-6)
+    assert np.allclose(np.trapezoid(np.exp(points), points), np.exp(points) @ weights[:, -1])
+    assert path_points(0, "own") == path_points(1, "own") == [1.0]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "olmo2"])
+def test_shares_of_what_changes_at_a_reader(family):
+    """From inner products made in pieces, against what every writer and the whole residual stream really change."""
+    decoder, prompts = Decoder(tiny_model(family).double()), random_prompts(5, 6)
+    c = decoder.components
+    clean, corrupted = _embeddings(decoder, prompts)
+    found = torch.zeros(c.n_writers, c.n_writers, dtype=torch.float64)
+    _writer_products(decoder, _differences(decoder, clean, corrupted), found)
+    runs = [trace(decoder, x) for x in (clean, corrupted)]
+    changes = [runs[0].embedding - runs[1].embedding]
+    for layer in range(c.n_layers):
+        changes += [*decoder.write_each(layer, runs[0].z[layer] - runs[1].z[layer])]
+        changes += [runs[0].mlp_out[layer] - runs[1].mlp_out[layer]]
+    written = torch.stack([change.flatten() for change in changes])
+    assert torch.allclose(found, written @ written.T, rtol=1e-6)
+    at_end = (runs[0].final - runs[1].final).flatten()
+    wanted = (written @ at_end).abs() / at_end.square().sum()
+    assert np.allclose(reader_shares(c.possible, found.numpy())[-1], wanted.clamp(max=1).detach().numpy())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3_text", "gpt_neox"])
+def test_memory_stays_below_its_estimate(family):
+    model = tiny_model(family)
+    decoder, prompts = Decoder(model), random_prompts(16, 12)
+    peak = PeakMemory().ignore(model)
+    with peak:
+        eap(decoder, prompts, steps=2, n_at_once=16, path="own")
+    estimate = estimate_memory(decoder.dims, mlp_width(decoder.config), 16, 12, 2, 64)
+    assert 0.3 * estimate.total < peak.peak < estimate.total
+
+
+@pytest.mark.parametrize("metric", ["logit", "probability", "log-probability"])
+def test_large_vocabularies_count_when_circuits_run(metric):
+    """200 logits for every number in the residual stream: as many circuits at a time as the memory allows."""
+    model = large_vocabulary(50_000)
+    decoder, prompts, allowed = Decoder(model), random_prompts(16, 12, metric=metric), 32
+    masks = np.repeat(decoder.components.possible[None], 24, 0)
+    peaks = [PeakMemory().ignore(model) for _ in range(3)]
+    with peaks[0]:
+        patcher = Patcher(decoder, prompts, memory_mb=allowed)
+    with peaks[1]:
+        patcher.run(masks)
+    with peaks[2]:
+        AttentionPatcher(decoder, prompts, memory_mb=allowed).scores()
+    assert all(0.2 * allowed < peak.peak / 2**20 < allowed for peak in peaks), [p.peak / 2**20 for p in peaks]
+
+
+def test_logits_are_made_where_they_are_read_alone():
+    """Same answers, without a logit anywhere else."""
+    model, prompts = large_vocabulary(5_000), random_prompts(6, 12)
+    seen = []
+    model.lm_head.register_forward_hook(lambda _, inputs, output: seen.append(output.shape[-2]))
+    whole = prompts.at_reads(model(input_ids=prompts.clean).logits)
+    assert torch.allclose(prompts.ask(model, prompts.clean), whole, atol=1e-5)
+    mixed = replace(prompts, position=torch.tensor([[3, 7], [7, 3], [0, 11], [5, 5], [2, 3], [11, 0]]))
+    whole = mixed.at_reads(model(input_ids=prompts.clean).logits)
+    assert torch.allclose(mixed.ask(model, prompts.clean), whole, atol=1e-5)
+    seen.clear()
+    answered(model, prompts)
+    Patcher(Decoder(model), prompts)
+    HeadPatcher(model, prompts).run([[]])
+    assert seen and max(seen) == 2
+
+
+def test_memory_at_real_sizes():
+    gpt2 = Dimensions(n_layers=12, n_heads=12, n_kv_heads=12, d_model=768, d_head=64, max_tokens=1024)
+    llama = Dimensions(n_layers=32, n_heads=32, n_kv_heads=8, d_model=4096, d_head=128, max_tokens=8192)
+    assert estimate_memory(gpt2, 3072, 16, 64).per_token < 0.5 * 2**20
+    assert estimate_memory(llama, 14336, 16, 64).per_token < 3 * 2**20
+
+
+def test_exact_patching_of_a_big_graph_is_refused_early():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=12, num_attention_heads=8)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, pad_token_id=None, bos_token_id=None, eos_token_id=None))
+    with pytest.raises(ValueError, match=r"exact patching would need .* use --method eap-ig"):
+        discover(model, tiny_tokenizer(), words_task(), method="exact", **QUIET)
+
+
+@pytest.mark.parametrize("selection", ["top", "greedy", "heads"])
+def test_discover_from_end_to_end(selection, tmp_path):
+    model = gated("llama")
+    circuit = discover(
+        model, tiny_tokenizer(), chosen([model]), selection=selection, prompts=12, points=8, steps=3, **QUIET
+    )
+    found = circuit.results
+    assert found["n_edges"] == circuit.components.n_edges == found["n_edges_scored"]
+    assert found["m_model"] > found["m_nothing"]
+    assert found["curve"]["edges"][-1] == found["n_edges"] and found["curve"]["effect"][-1] == pytest.approx(1.0)
+    assert circuit.n_edges == found["edges_at"]["0.9"] and set(found["heads_at"]) == {"0.8", "0.9", "0.95"}
+    assert np.array_equal(circuit.components.prune(circuit.mask), circuit.mask)
+    tokens = found["token_edges"]
+    assert tokens["n_open"] + tokens["n_proven_absent"] == tokens["n_possible"] == 2 * 4 * 15  # five tokens
+    circuit.save(tmp_path / "circuit.json")
+    assert np.array_equal(Circuit.load(tmp_path / "circuit.json").mask, circuit.mask)
+
+
+def test_closed_gates_are_zeros_in_the_graph():
+    """A head whose gates are all closed writes nothing: its edges score exactly zero."""
+    model = gated("gpt2")
+    with torch.no_grad():
+        next(p for n, p in model.named_parameters() if n.endswith("h.1.attn.gate_bias"))[2] = -100.0
+    decoder = Decoder(model)
+    scores = eap(decoder, random_prompts(), steps=2)
+    assert (scores[:, decoder.components.head_writer(1, 2)] == 0).all()
+    assert (scores[:, decoder.components.head_writer(1, 1)] != 0).any()
+
+
+def test_compare_is_paired_and_brings_the_control(tmp_path):
+    dense, sparse = tiny_model("gpt2"), gated("gpt2", bias=1.0)
+    result = compare(
+        dense, sparse, [chosen([dense, sparse])], control=dense, tokenizer=tiny_tokenizer(),
+        settings=Search(prompts=10, points=6, steps=2, heads=False), **QUIET,
+    )  # fmt: skip
+    row = result["tasks"]["words"]
+    assert set(row["thresholds"]["0.9"]) == {"dense_edges", "sparse_edges", "multiplier", "low", "high", "n_prompts"}
+    assert row["thresholds_control"]["0.9"]["dense_edges"] == row["thresholds"]["0.9"]["dense_edges"]
+    assert set(row["mean_multiplier"]) == {
+        "thresholds", "thresholds_control", "attention_edges", "attention_edges_control"
+    }  # fmt: skip
+    assert table(result).count("50-95%") == 5  # a row for each, and what it means
+    assert len({len(circuit.curve.m_model) for circuit in result.circuits["words"].values()}) == 1
+    from sparselens.reporting.figures.circuits import draw_all
+
+    paths = draw_all(json.loads(json.dumps(result)), tmp_path)
+    assert {path.suffix for path in paths} == {".png", ".svg", ".pdf"} and all(
+        path.stat().st_size > 2000 for path in paths
+    )
+    again = draw_all(result, tmp_path / "again")
+    assert [path.read_bytes() for path in paths] == [path.read_bytes() for path in again]
+
+
+@pytest.mark.parametrize("n_tasks", [1, 2, 4])
+def test_nothing_in_figure_2_is_cut_off(n_tasks, tmp_path, monkeypatch):
+    from sparselens.reporting.figures import circuits as figures_circuits
+
+    curve = {"edges": [0, 10, 200_000], "effect": [0.0, 0.5, 1.0], "low": [0.0, 0.4, 1.0], "high": [0.0, 0.6, 1.0]}
+    model = {"curve": curve, "n_edges": 200_000}
+    row = {"models": {role: model | {"attention_edges": model} for role in ("dense", "sparse")}}
+    figures = []
+    monkeypatch.setattr(figures_circuits, "_save", lambda figure, path: figures.append(figure))
+    comparison = {"tasks": {f"greater-than-{i}": row for i in range(n_tasks)}}
+    figures_circuits.draw_figure2(comparison, tmp_path, "", "png", 0.9)
+    assert len(figures) == 2
+    for figure in figures:
+        figure.canvas.draw()
+        boxes = [part.get_window_extent() for axis in figure.axes for part in (axis.xaxis.label, axis.title)]
+        assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0 for box in boxes)
+        labels = [axis.xaxis.label.get_window_extent() for axis in figure.axes]
+        assert all(left.x1 < right.x0 for left, right in itertools.pairwise(labels))
+
+
+@pytest.mark.parametrize("n_edges", [30, 3000])
+def test_figure_3_at_both_ends(n_edges, tmp_path):
+    from sparselens.models.component_graph import Components
+    from sparselens.reporting.figures.circuits import draw_circuits
+
+    c, rng = Components(12, 12), np.random.default_rng(0)
+    mask = c.random_circuit(n_edges, rng)
+    circuit = Circuit(c, np.where(mask, rng.normal(size=mask.shape), 0.0), mask)
+    rows = {"n_layers": 12, "n_heads": 12, "n_edges": c.n_edges, "edges_at": {"0.9": n_edges}, "circuit": circuit.edges}
+    draw_circuits({"tasks": {"ioi": {"models": {"dense": rows, "sparse": rows}}}}, "ioi", tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 20_000
+
+
+def test_figure_3_of_a_long_circuit(tmp_path):
+    """What is listed in part says so, and one edge that outshines all others does not hide them."""
+    from sparselens.models.component_graph import Components
+    from sparselens.reporting.figures.circuits import draw_circuits
+
+    c, rng = Components(12, 12), np.random.default_rng(0)
+    mask = c.random_circuit(2000, rng)
+    circuit = Circuit(c, np.where(mask, rng.uniform(0.5, 1, size=mask.shape), 0.0), mask)
+    edges = [[edge, score] for edge, score in circuit.edges]
+    edges[0][1] = 1000.0
+    rows = {"n_layers": 12, "n_heads": 12, "n_edges": c.n_edges, "edges_at": {"0.9": 9000}, "circuit": edges}
+    draw_circuits({"tasks": {"ioi": {"models": {"dense": rows}}}}, "ioi", tmp_path / "figure.svg")
+    svg = (tmp_path / "figure.svg").read_text()
+    assert "9,000 edges, the strongest 2,000" in svg
+    opacity = [float(x) for x in re.findall(r"stroke-opacity: ([0-9.]+)", svg)]
+    assert len(opacity) > 1000 and sum(x > 0.5 for x in opacity) > len(opacity) / 2
+
+
+def test_command_line(tmp_path, capsys):
+    model = tiny_model("llama")
+    save(model, tiny_tokenizer(), tmp_path / "model")
+    pairs = tmp_path / "mine.jsonl"
+    rows = [
+        {"clean": p.clean, "corrupted": p.corrupted, "answer": p.answer, "wrong": p.wrong}
+        for p in chosen([model]).pairs
+    ]
+    pairs.write_text("\n".join(json.dumps(row) for row in rows))
+    common = ["--prompts", "10", "--points", "6", "--steps", "2"]
+    main(["discover", str(tmp_path / "model"), "--task", str(pairs), "--json", str(tmp_path / "d.json"),
+          "--out", str(tmp_path / "out"), *common])  # fmt: skip
+    found = json.loads((tmp_path / "d.json").read_text())
+    assert {"n_edges", "n_edges_scored", "m_model", "m_nothing", "curve", "edges_at", "heads_at"} <= found.keys()
+    assert set(found["curve"]) == {"edges", "effect", "low", "high"}
+    assert (tmp_path / "out" / "figure2.png").is_file() and (tmp_path / "out" / "circuit.json").is_file()
+    folder = str(tmp_path / "model")
+    main(["compare", folder, folder, "--tasks", str(pairs), "--json", str(tmp_path / "c.json"), *common])
+    assert json.loads((tmp_path / "c.json").read_text())["mine"]["0.9"]["multiplier"] == 1.0
+    pairs.write_text(json.dumps({"clean": "w1 w2", "corrupted": "w1", "answer": " w3", "wrong": " w4"}))
+    with pytest.raises(SystemExit):
+        main(["discover", str(tmp_path / "model"), "--task", str(pairs)])
+    assert "no usable pair" in capsys.readouterr().err
+
+
+def test_a_task_the_model_cannot_do_is_refused():
+    model = tiny_model("gpt2")
+    same = Task(
+        "same", None, "logit", tuple(Pair(f"w{i} w1 w2 w3", f"w{i + 1} w1 w2 w3", " w5", " w6") for i in range(8, 50))
+    )
+    with pytest.raises(ValueError, match=r"right on only|does not do this task"):
+        discover(model, tiny_tokenizer(), same, prompts=8, **QUIET)
+
+
+def test_bfloat16_is_refused():
+    with pytest.raises(ValueError, match="float32"):
+        Decoder(tiny_model("gpt2").bfloat16())

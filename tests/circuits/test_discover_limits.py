@@ -1,0 +1,230 @@
+"""What once went wrong in discovery: lengths that halves do not share, effects that are none, files without sense."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from pairs import QUIET, chosen, random_prompts, words_task
+from tiny_models import tiny_model, tiny_tokenizer
+
+from sparselens import tasks
+from sparselens.circuits.attention_edges import AttentionPatcher, attention_curve
+from sparselens.circuits.commands import _name
+from sparselens.circuits.compare import compare
+from sparselens.circuits.discover import discover, prepare
+from sparselens.circuits.faithfulness import NoEffect
+from sparselens.circuits.heads import token_edges
+from sparselens.circuits.run import Patcher
+from sparselens.circuits.scores import eap
+from sparselens.config import Gate, Search
+from sparselens.models.decoder import Decoder
+from sparselens.models.loading import install_gates
+from sparselens.runs import distributed as processes
+from sparselens.tasks import Pair, Task
+from sparselens.tasks.ioi_long import register_distance
+from sparselens.tasks.prompts import build, of_common_length
+
+
+def test_common_length_is_common_in_every_group():
+    prompts = random_prompts(8, 8)
+    prompts.lengths[:] = torch.tensor([7, 7, 7, 8, 8, 6, 6, 5])
+    prompts.position[:] = prompts.position.clamp(max=5)
+    scoring, heldout = of_common_length(prompts.take(slice(0, 4)), prompts.take(slice(4, 8)))
+    assert len(scoring) == 1 and len(heldout) == 1 and scoring.clean.shape[1] == 8
+
+
+def test_no_length_in_common_leaves_the_token_circuit_out():
+    model = tiny_model("llama")
+    short = list(chosen([model]).pairs)[:8]
+    long = [dataclasses.replace(p, clean=p.clean + " w4 w5", corrupted=p.corrupted + " w4 w5") for p in short]
+    prompts = build(Task("two", None, "logit", tuple(short + long)), tiny_tokenizer(), 16, **QUIET)
+    scoring, heldout = (prompts.take(prompts.lengths == n) for n in (5, 7))
+    with pytest.raises(NoEffect):
+        attention_curve(Decoder(model), scoring, heldout, 4, 64)
+
+
+def test_more_processes_than_prompts(monkeypatch):
+    decoder, prompts = Decoder(tiny_model("gpt2")), random_prompts(3, 8)
+    alone = AttentionPatcher(decoder, prompts).scores()
+    monkeypatch.setattr(processes, "world", lambda: 4)
+    monkeypatch.setattr(processes, "total", lambda x: x)
+    parts = []
+    for rank in range(4):
+        monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
+        parts.append(AttentionPatcher(decoder, prompts).scores())
+    assert np.allclose(sum(parts), alone, atol=1e-6)
+
+
+def test_heads_and_tokens_without_an_effect_are_left_out():
+    model = tiny_model("gpt2")
+    with torch.no_grad():  # heads write nothing: the embedding and the MLPs do it all
+        for block in model.transformer.h:
+            block.attn.c_proj.weight.zero_()
+    pairs = [
+        dataclasses.replace(p, clean=f"w1 w2 {p.clean.split()[1]}", corrupted=f"w1 w2 {p.corrupted.split()[1]}")
+        for p in words_task(400).pairs
+    ]
+    prompts = build(Task("last", None, "logit", tuple(pairs)), tiny_tokenizer(), 400, **QUIET)
+    with torch.no_grad():
+        good, bad = (prompts.score(prompts.at_reads(model(x).logits)) for x in (prompts.clean, prompts.corrupted))
+    task = Task("last", None, "logit", prompts.take((good > 0) & (good - bad > 0.3)).pairs[:24])
+    said = []
+    found = discover(model, tiny_tokenizer(), task, prompts=12, points=4, steps=1, say=said.append).results
+    assert "heads_at" not in found and "attention_edges" not in found
+    assert sum("no effect to explain" in s for s in said) == 2
+    assert "NaN" not in json.dumps(found)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3_text", "llama"])
+def test_pairs_outside_a_window_are_no_pairs(family):
+    model, prompts = install_gates(tiny_model(family), Gate(bias=1e4)), random_prompts(4, 8)
+    found = token_edges(model, prompts)
+    assert found["n_proven_absent"] == 0  # every gate is open
+    assert AttentionPatcher(Decoder(model), prompts).possible.sum() == found["n_open"]
+
+
+@pytest.mark.parametrize("gates", [False, True])
+def test_prompts_are_chosen_as_the_model_is_evaluated(gates):
+    model = tiny_model("gpt2")
+    model = install_gates(model, Gate(bias=0.3)) if gates else model
+    kept = []
+    for mode in (False, True, True):
+        model.train(mode)
+        kept.append(prepare([model], tiny_tokenizer(), words_task(300), Search(prompts=100), lambda text: None).pairs)
+        assert model.training == mode
+    assert kept[0] == kept[1] == kept[2]
+
+
+def test_pairs_of_a_file_are_drawn_not_read_in_order():
+    task = words_task(200)
+    draws = [build(task, tiny_tokenizer(), 20, seed, **QUIET).pairs for seed in (0, 0, 1)]
+    assert draws[0] == draws[1] != draws[2]
+    assert set(draws[0]) != set(task.pairs[:20])
+
+
+def test_scores_do_not_depend_on_padding():
+    decoder, prompts = Decoder(tiny_model("llama").double()), random_prompts(4, 8)
+    more = torch.zeros(4, 8, dtype=torch.long)
+    padded = dataclasses.replace(
+        prompts, clean=torch.cat([prompts.clean, more], 1), corrupted=torch.cat([prompts.corrupted, more], 1)
+    )
+    for path in ("whole", "own"):
+        assert np.allclose(
+            eap(decoder, prompts, 5, path=path), eap(decoder, padded, 5, path=path), rtol=1e-6, atol=1e-9
+        )
+
+
+@pytest.mark.parametrize("ablation", ["corrupted", "mean", "zero"])
+def test_scores_are_of_the_ablation_asked_for(ablation):
+    model = tiny_model("gpt2").double()
+    decoder, prompts = Decoder(model), random_prompts(2, 6)
+    patcher, c = Patcher(decoder, prompts, ablation), decoder.components
+    scores = eap(decoder, prompts, ablation=ablation)
+    edges = np.flatnonzero(c.possible)
+    masks = torch.from_numpy(c.possible).double().flatten().repeat(2 * len(edges), 1)
+    rows = torch.arange(len(edges))
+    masks[2 * rows, edges] += 1e-5
+    masks[2 * rows + 1, edges] -= 1e-5
+    values = patcher.run(masks.view(-1, *c.possible.shape)).mean(1)
+    slope = ((values[0::2] - values[1::2]) / 2e-5).numpy()
+    assert np.abs(slope - scores.ravel()[edges]).max() < 1e-3 * np.abs(scores).max()
+
+
+BASE = {"clean": "w1 w5 w2 w3", "corrupted": "w1 w6 w2 w3"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"answer": ""},
+        {"answer": []},
+        {"answer": " w9", "metric": "logit"},
+        {"answer": " w9", "metric": "probability"},
+        {"answer": " w9", "wrong": " w8", "metric": "log-probability"},
+    ],
+)
+def test_what_a_file_cannot_mean_is_refused(row, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(BASE | row))
+    with pytest.raises(ValueError, match="line 1"):
+        build(tasks.find(tmp_path / "a.jsonl"), tiny_tokenizer(), 1, **QUIET)
+
+
+def test_any_of_several_answers_is_right():
+    task = Task("a", None, "log-probability", (Pair("w1 w5 w2", "w1 w6 w2", (" w30", " w9")),))
+    prompts = build(task, tiny_tokenizer(), 1, **QUIET)
+    logits = torch.randn(1, 1, 64)
+    p = logits.softmax(-1)[0, 0]
+    assert float(prompts.score(logits)) == pytest.approx(float((p[11] + p[32]).log()), abs=1e-5)
+
+
+def test_two_files_of_one_name(tmp_path):
+    model = tiny_model("llama")
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.jsonl").write_text(
+            "\n".join(
+                json.dumps({"clean": p.clean, "corrupted": p.corrupted, "answer": p.answer, "wrong": p.wrong})
+                for p in chosen([model]).pairs
+            )
+        )
+    with pytest.raises(ValueError, match="same name"):
+        compare(
+            model,
+            model,
+            [str(tmp_path / name / "mine.jsonl") for name in "ab"],
+            tokenizer=tiny_tokenizer(),
+            settings=Search(prompts=8, points=4, steps=1, heads=False, tokens=False, random_control=False),
+            **QUIET,
+        )
+
+
+def test_a_distance_names_its_task():
+    register_distance(20)
+    assert "ioi-long-20" in tasks.names()
+
+
+@pytest.mark.parametrize("name, expected", [("m-1.5", "m-1.5"), ("m.gguf", "m"), ("org/m-1.5", "org/m-1.5")])
+def test_models_keep_their_names(name, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if "/" not in name:
+        (tmp_path / name).mkdir()
+    assert _name(name) == expected
+
+
+def test_a_task_without_an_effect_does_not_cost_the_others_their_work(monkeypatch):
+    """It is left out, and only where it is the only one does the comparison fail."""
+    from sparselens.circuits import compare as comparison
+
+    model = tiny_model("llama")
+    good = chosen([model])
+    bad = dataclasses.replace(good, name="bad")
+    whole = comparison.discover_on
+
+    def no_effect(model, name, *args, **options):
+        if name == "bad":
+            raise NoEffect("bad: no effect to explain")
+        return whole(model, name, *args, **options)
+
+    monkeypatch.setattr(comparison, "discover_on", no_effect)
+    said: list[str] = []
+    options = dict(
+        tokenizer=tiny_tokenizer(), say=said.append, show_progress=False,
+        settings=Search(prompts=8, points=4, steps=1, heads=False, tokens=False, random_control=False),
+    )  # fmt: skip
+    result = compare(model, model, [bad, good], **options)
+    assert list(result["tasks"]) == [good.name] and result["left_out"] == {"bad": "bad: no effect to explain"}
+    assert any("bad is left out" in line for line in said) and "multiplier" in comparison.table(result)
+    with pytest.raises(NoEffect):
+        compare(model, model, [bad], **options)
+
+
+def test_what_no_model_can_do_is_said_before_any_work(monkeypatch):
+    from sparselens.circuits import compare as comparison
+
+    monkeypatch.setattr(comparison, "discover_on", lambda *a, **k: pytest.fail("work was done"))
+    model = tiny_model("llama")
+    one = Task("one", None, "logit", chosen([model]).pairs[:1])
+    with pytest.raises(ValueError, match="only 1 usable prompts; at least 4"):
+        compare(model, model, [chosen([model]), one], tokenizer=tiny_tokenizer(), **QUIET)

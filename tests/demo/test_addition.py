@@ -1,0 +1,105 @@
+"""The addition model: its data, its tokenizer, a shortened demo, figure 1."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+import sparselens as sl
+from sparselens.demo import walk as demo_module
+from sparselens.demo.addition import CHARACTERS, EXAMPLE, AdditionBatches, answer, encode, make_model
+from sparselens.evaluation.export import export
+from sparselens.reporting.figures.flow import draw_flow
+from sparselens.runs.run import Run
+
+
+def text_of(row):
+    return "".join(CHARACTERS[i] for i in row)
+
+
+def test_encoding():
+    batch = encode(torch.tensor([[36, 28], [7, 5], [99, 99]]))
+    assert [text_of(row) for row in batch["input_ids"]] == ["36+28=?????", "07+05=?????", "99+99=?????"]
+    assert [text_of(row[-5:]) for row in batch["labels"]] == ["00064", "00012", "00198"]
+    assert (batch["labels"][:, :6] == -100).all()
+
+
+def test_every_sum_is_either_trained_on_or_held_out():
+    batches = AdditionBatches(seed=3)
+    train = {text_of(row) for row in batches.train(0, 8000)["input_ids"]}
+    heldout = {text_of(row) for row in batches.heldout(0, 2000)["input_ids"]}
+    assert len(train) == 8000 and len(heldout) == 2000 and not train & heldout
+    assert f"{EXAMPLE[0]}+{EXAMPLE[1]}=?????" in heldout
+
+
+def test_numbering_is_stable_across_epochs():
+    batches = AdditionBatches()
+    whole = batches.train(7990, 40)["input_ids"]
+    assert torch.equal(whole[5:25], batches.train(7995, 20)["input_ids"])
+
+
+def test_tokenizer_reads_characters():
+    _, tokenizer = make_model()
+    assert tokenizer("36+28=?????").input_ids == encode(torch.tensor([[36, 28]]))["input_ids"][0].tolist()
+
+
+@pytest.fixture
+def short(monkeypatch):
+    quick = dict(steps=6, batch=8, evaluate_every=3, evaluate_sequences=8, checkpoint_every=3)
+    monkeypatch.setattr(demo_module, "DENSE", dataclasses.replace(demo_module.DENSE, **quick))
+    training = dataclasses.replace(demo_module.SPARSE.training, **quick)
+    monkeypatch.setattr(demo_module, "SPARSE", dataclasses.replace(demo_module.SPARSE, training=training))
+    features = dict(features=16, k=4, steps=4, batch=8, evaluate_every=4, evaluate_sequences=8, checkpoint_every=4)
+    monkeypatch.setattr(demo_module, "FEATURES", dataclasses.replace(demo_module.FEATURES, **features))
+
+
+def test_demo_end_to_end(short, tmp_path):
+    said = []
+    run = demo_module.demo(tmp_path / "demo", show_progress=False, say=said.append)
+    summary = run.read("summary.json")
+    assert summary.keys() >= {"dense_exact", "sparse_exact", "density", "edges_open", "edges_total", "seconds"}
+    assert summary["edges_total"] == 1056
+    assert summary["edges_open"] == pytest.approx(summary["density"] * 1056)
+    assert sum(summary["edges_per_layer"]) == pytest.approx(summary["edges_open"])
+    assert (run.path / "figure1.png").stat().st_size > 10_000
+    assert (run.path / "trace" / "figure4.png").stat().st_size > 10_000
+    assert "<!doctype html>" in (run.path / "report.html").read_text()[:200].lower()
+    assert summary["features"].keys() == {"dense", "sparse"}
+    export(run.path, tmp_path / "exported")
+    assert "held-out loss" in (tmp_path / "exported" / "README.md").read_text()
+    model, tokenizer = sl.load(tmp_path / "demo")
+    assert re.fullmatch(r"\d{5}|.{5}", answer(model, 36, 28)) and len(tokenizer) == len(CHARACTERS)
+    again = []
+    demo_module.demo(tmp_path / "demo", show_progress=False, say=again.append)
+    assert "is complete" in again[0] and any("exact sums" in line for line in again)
+
+
+def test_interrupted_demo_goes_on(short, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_module, "draw_flow", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        demo_module.demo(tmp_path / "demo", show_progress=False, say=lambda text: None)
+    monkeypatch.undo()
+    base = (tmp_path / "demo" / "base" / "model" / "model.safetensors").stat().st_mtime_ns
+    with pytest.raises(ValueError, match="holds another run"):  # settings are the full demo's again
+        demo_module.demo(tmp_path / "demo", show_progress=False, say=lambda text: None)
+    assert (tmp_path / "demo" / "base" / "model" / "model.safetensors").stat().st_mtime_ns == base
+    assert Run(tmp_path / "demo").record["kind"] == "demo"
+
+
+def test_figure_one_draws_every_open_edge_and_escapes_nothing_away(tmp_path):
+    """The SVG holds both panels, both strings, and one line per open edge."""
+    positions, layers, heads = 11, 4, 4
+    dense = [[[[1 / (q + 1) if k <= q else 0 for k in range(positions)] for q in range(positions)]] * heads] * layers
+    sparse = [[[[0.0] * positions for _ in range(positions)] for _ in range(heads)] for _ in range(layers)]
+    sparse[0][1][10][4] = 0.7
+    rows = {"input": "36+28=?????", "output": "36+28=00064"}
+    flow = {"base": rows | {"attention": dense, "edges": 1056}, "sparse": rows | {"attention": sparse, "edges": 1}}
+    draw_flow(flow, tmp_path / "figure.svg")
+    svg = (tmp_path / "figure.svg").read_text()
+    for text in ("Base Model", "Sparse Model", "Sparsity-Regularised Finetuning", "1,056 attention edges", "Layer 3"):
+        assert text in svg
+    draw_flow(flow, tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_text() == svg, "the same rows draw the same file"
+    collections = re.findall(r'<g id="LineCollection_\d">(.*?)</g>', svg, re.S)
+    assert [block.count("<path") for block in collections] == [1056, 1]

@@ -1,0 +1,57 @@
+"""examples/pareto.py: a row per budget beside one control; what is done stays done."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from tiny_models import tiny_model, tiny_tokenizer
+
+import sparselens as sl
+
+spec = importlib.util.spec_from_file_location("pareto", Path(__file__).parents[2] / "examples" / "pareto.py")
+assert spec is not None and spec.loader is not None
+pareto = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(pareto)
+
+
+def write_inputs(folder: Path) -> None:
+    text = "\n<|endoftext|>\n".join([" ".join(f"w{i}" for i in range(20))] * 60)
+    (folder / "text.txt").write_text(text)
+    (folder / "heldout.txt").write_text(text)
+    sl.save(tiny_model("llama"), tiny_tokenizer(), folder / "model")
+
+
+def command(folder: Path, *densities: str, steps: int = 4) -> list[str]:
+    sizes = ["--steps", str(steps), "--batch", "2", "--length", "16", "--closing", "0.5"]
+    files = ["--out", folder / "runs", "--json", folder / "rows.json", "--picture", folder / "picture.png"]
+    data = ["--data", folder / "text.txt", "--heldout", folder / "heldout.txt"]
+    return [str(folder / "model"), *map(str, data + files), *sizes, "--densities", *densities]
+
+
+def test_budgets_share_a_control_and_are_not_run_twice(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)  # the cache of tokens
+    write_inputs(tmp_path)
+    pareto.main(command(tmp_path, "0.5"))
+    lines = [tmp_path / "runs" / "0.5" / name / "metrics.jsonl" for name in ("", "control")]
+    before = [path.read_bytes() for path in lines]
+    pareto.main(command(tmp_path, "0.2", "0.5"))  # another budget, and in front: the control stays where it is
+    assert [path.read_bytes() for path in lines] == before
+    assert not (tmp_path / "runs" / "0.2" / "control").exists()
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert [(row["kind"], row.get("budget")) for row in found["rows"]] == [
+        ("base", None), ("control", None), ("sparse", 0.5), ("sparse", 0.2)
+    ]  # fmt: skip
+    control, rows = found["rows"][1]["loss"], found["rows"][2:]
+    assert sorted(gap for _, gap, _ in pareto.gaps(found["rows"])) == pytest.approx(
+        sorted(row["loss"] - control for row in rows)
+    )
+    assert (tmp_path / "picture.png").stat().st_size > 5000 and "loss - control" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="holds another run"):  # points of other runs are not mixed in
+        pareto.main(command(tmp_path, "0.5", "0.2", steps=5))
+
+
+def test_a_density_in_per_cent_is_refused_before_any_work(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        pareto.main(["nowhere", "--data", "none.txt", "--out", str(tmp_path / "runs"), "--densities", "5"])
+    assert "0.5 % is 0.005" in capsys.readouterr().err and not (tmp_path / "runs").exists()

@@ -1,0 +1,365 @@
+"""The report in a real browser: it loads clean, every control works, its numbers are the Run's, nothing leaves it.
+
+Needs Debian's Chromium (`apt-get install chromium`; or $SPARSELENS_CHROMIUM) and playwright; skipped without them.
+"""
+
+import csv
+import io
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import report_pages
+from PIL import Image
+from report_pages import SECTIONS, needs_browser
+from report_runs import HOSTILE, LONE, make_run
+
+from sparselens.reporting import payload, write_page
+from sparselens.serving.serve import make_server
+
+browser, run = report_pages.browser, report_pages.run
+page_file, open_page = report_pages.page_file, report_pages.open_page
+pytestmark = needs_browser
+
+
+# ---- it loads, it is closed to the world ----
+
+
+def test_loads_clean_and_offline(open_page, page_file):
+    watched = open_page(page_file)
+    for section in SECTIONS:
+        assert watched.page.locator(f"#{section} h1, #{section} h2").count() == 1
+    assert watched.page.title() == "tiny-model – sparselens report"
+    assert watched.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    watched.clean()
+
+
+def test_policy_stops_what_does_not_belong(open_page, page_file):
+    page = open_page(page_file).page
+    blocked = page.evaluate(
+        """async () => {
+            const reports = [];
+            addEventListener("securitypolicyviolation", (event) => reports.push(event.effectiveDirective));
+            const script = document.createElement("script");
+            try {
+                script.textContent = "window.broken = true";
+                document.body.append(script);
+            } catch { reports.push("types"); }
+            await fetch("https://example.org/").catch(() => {});
+            const image = new Image();
+            image.src = "https://example.org/x.png";
+            try { document.body.innerHTML += "x"; } catch { reports.push("types"); }
+            await new Promise((done) => setTimeout(done, 100));
+            return { reports, broken: window.broken ?? false };
+        }"""
+    )
+    assert blocked["broken"] is False
+    assert {"connect-src", "img-src", "types"} <= set(blocked["reports"])
+
+
+def test_hostile_text_shows_as_it_is(open_page, tmp_path):
+    tokens = [HOSTILE, LONE, " x", "<b>bold</b>", "&amp;", "\u2028", "\n"]
+    run = make_run(tmp_path / "run", model=HOSTILE, tokens=tokens)
+    watched = open_page(write_page(payload([run]), tmp_path / "page.html"))
+    page = watched.page
+    assert page.locator("#summary-title").text_content().startswith(HOSTILE)
+    shown = page.evaluate(
+        "[...document.querySelectorAll('#attention .tokens button > span')].map((e) => "
+        "[...Array(e.textContent.length).keys()].map((i) => e.textContent.charCodeAt(i)))"
+    )
+    units = [list(np.frombuffer(t.encode("utf-16-le", "surrogatepass"), "<u2")) for t in tokens[:-1]]
+    assert shown == [*units, [ord("⏎")]]
+    assert page.locator("img").count() == 0 and page.locator("main b").filter(has_text="bold").count() == 0
+    page.locator("[data-look]").first.click()
+    assert HOSTILE in page.locator(".look-detail").first.text_content()
+    watched.clean()
+
+
+def test_sections_without_rows_say_how_to_fill_them(open_page, tmp_path):
+    run = make_run(tmp_path / "run", parts=())
+    watched = open_page(write_page(payload([run]), tmp_path / "page.html"))
+    for section, command in (
+        ("training", "sparsify"),
+        ("attention", "report"),
+        ("circuits", "compare"),
+        ("attribution", "trace"),
+    ):
+        assert f"sparselens {command}" in watched.page.locator(f"#{section} code.command").text_content()
+    watched.clean()
+
+
+# ---- every control ----
+
+
+def test_every_control(open_page, page_file):
+    watched = open_page(page_file)
+    page = watched.page
+    saved = []
+    page.on("download", lambda download: saved.append(download.suggested_filename))
+    page.locator("details.how summary").evaluate_all("(all) => all.forEach((one) => one.click())")
+    for select in page.locator("select").all():
+        for value in select.locator("option").evaluate_all("(all) => all.map((one) => one.value)"):
+            select.select_option(value)
+    for radio in page.locator("main input[type=radio]").all():
+        radio.check(force=True)
+    for slider in page.locator("input[type=range]").all():
+        for key in ("Home", "ArrowRight", "End", "ArrowLeft"):
+            slider.press(key)
+    for canvas in page.locator("canvas").all():
+        box = canvas.bounding_box()
+        if box:
+            canvas.hover(position={"x": box["width"] * 0.4, "y": box["height"] * 0.3}, force=True)
+            canvas.click(position={"x": box["width"] * 0.3, "y": box["height"] * 0.2}, force=True)
+    for focusable in page.locator("[role=application]").all():
+        for key in ("ArrowRight", "ArrowUp", "ArrowLeft", "ArrowDown", "+", "-", "Enter", "Escape", "0"):
+            focusable.press(key)
+    # Buttons are drawn anew while they are used, so they are found one by one.
+    n_buttons = page.locator("button:visible").count()
+    for i in range(n_buttons):
+        button = page.locator("button:visible").nth(i)
+        if button.count():
+            button.click(force=True)
+    for link in page.locator("nav a").all():
+        link.click()
+    page.wait_for_timeout(200)
+    assert {Path(name).suffix for name in saved} == {".svg", ".png", ".json", ".csv"}
+    watched.clean()
+
+
+def test_keyboard_reads_heat_maps_and_features(open_page, page_file, run):
+    page = open_page(page_file).page
+    density = json.loads((run / "evaluation.json").read_text())[-1]["density_per_head"]
+    card = page.locator("figure", has_text="Where the open edges are")
+    card.locator(".plot").focus()
+    for key in ("ArrowRight", "ArrowUp", "ArrowRight"):
+        page.keyboard.press(key)
+    words = card.locator(".readout").text_content()
+    assert words.startswith("layer 1, head 1: ")
+    assert float(words.split()[-2]) == pytest.approx(100 * density[1][1], rel=0.01)
+    trace = page.locator("[data-trace=sparse]")
+    trace.locator("canvas.focusable").first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    chosen = trace.locator("tr[aria-current] button")
+    assert chosen.get_attribute("data-edge") == "1"
+    trace.locator(".segments label", has_text="Features").locator("input").check(force=True)
+    trace.locator("canvas.focusable").first.focus()
+    page.keyboard.press("ArrowRight")
+    assert trace.locator(".trace .readout b").text_content()
+
+
+def test_keyboard_alone(open_page, page_file):
+    """Tab reaches the slider, arrows drive it and the graph; what a node says follows."""
+    page = open_page(page_file).page
+    page.locator("[data-slider=graph]").focus()
+    before = page.locator("[data-graph=dense] .graph-numbers").text_content()
+    page.keyboard.press("End")
+    assert page.locator("[data-graph=dense] .graph-numbers").text_content() != before
+    graph = page.locator("[data-graph=sparse] canvas")
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        if graph.evaluate("(node) => node === document.activeElement"):
+            break
+    else:
+        pytest.fail("Tab never reached the graph")
+    page.keyboard.press("ArrowRight")
+    assert page.locator("[data-graph=sparse] .readout b").text_content() == "input"
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    assert page.locator("[data-graph=sparse] .readout b").text_content() != "input"
+
+
+# ---- the numbers are the Run's ----
+
+
+def test_slider_numbers_equal_the_runs_json(open_page, page_file, run):
+    page = open_page(page_file).page
+    models = json.loads((run / "circuits" / "results.json").read_text())["tasks"]["ioi"]["models"]
+    page.locator("[data-toggle=control]").click()
+    stops = sorted({n for model in models.values() for n in model["curve"]["edges"] if n > 0})
+    slider = page.locator("[data-slider=graph]")
+    assert int(slider.get_attribute("max")) == len(stops) - 1
+    for i, stop in enumerate(stops):
+        slider.fill(str(i))
+        for role, model in models.items():
+            curve = model["curve"]
+            at = max((j for j, n in enumerate(curve["edges"]) if 0 < n <= stop), default=None)
+            shown = page.locator(f"[data-graph={role}] .graph-numbers b")
+            edges, effect = shown.nth(0).get_attribute("data-edges"), shown.nth(1).get_attribute("data-effect")
+            assert int(edges) == (0 if at is None else curve["edges"][at])
+            assert float(effect) == (0 if at is None else curve["effect"][at])
+
+
+def test_threshold_shows_what_each_model_needs(open_page, page_file, run):
+    page = open_page(page_file).page
+    models = json.loads((run / "circuits" / "results.json").read_text())["tasks"]["ioi"]["models"]
+    for threshold, label in (("0.8", "80"), ("0.95", "95")):
+        page.locator("#circuits .segments label", has_text=label).locator("input").check(force=True)
+        for role in ("dense", "sparse"):
+            shown = page.locator(f"[data-graph={role}] .graph-numbers b").first.get_attribute("data-edges")
+            assert int(shown) == models[role]["edges_at"][threshold]
+
+
+def test_downloads_hold_the_circuit_shown(open_page, page_file, run):
+    page = open_page(page_file).page
+    card = page.locator("[data-graph=sparse]")
+    size = int(card.locator("b").first.get_attribute("data-edges"))
+
+    def saved(kind):
+        with page.expect_download() as found:
+            card.locator(f"[data-download={kind}]").click()
+        return Path(found.value.path()).read_bytes()
+
+    circuit = json.loads(saved("JSON"))
+    assert circuit["edges"] == len(circuit["circuit"]) == size, "what is drawn is the circuit that was measured"
+    rows = list(csv.reader(io.StringIO(saved("CSV").decode())))
+    assert rows[0] == ["edge", "score"] and [row[0] for row in rows[1:]] == [name for name, _ in circuit["circuit"]]
+    scores = json.loads((run / "circuits" / "circuit-ioi-sparse.json").read_text())["edges"]
+    assert all(abs(scores[name]["score"] - score) <= 1e-5 * abs(score) for name, score in circuit["circuit"])
+    assert b"<svg" in saved("SVG")[:100]
+    assert Image.open(io.BytesIO(saved("PNG"))).width > 600
+
+
+def test_attention_edges_by_token(open_page, page_file, run):
+    """The slider draws the best so many edges; counts, effects, scores and weights are the Run's."""
+    page = open_page(page_file).page
+    models = json.loads((run / "circuits" / "results.json").read_text())["tasks"]["ioi"]["models"]
+    found = {role: model["attention_edges"] for role, model in models.items()}
+    page.locator("[data-toggle=control]").click()
+    slider = page.locator("[data-slider=tokens]")
+    stops = sorted({n for row in found.values() for n in row["curve"]["edges"]})
+    assert int(slider.get_attribute("max")) == len(stops) - 1
+    pictures = set()
+    for i in (0, 2, len(stops) - 1):
+        slider.fill(str(i))
+        for role, row in found.items():
+            card = page.locator(f"[data-tokens={role}]")
+            at = max(j for j, n in enumerate(row["curve"]["edges"]) if n <= stops[i])
+            numbers = card.locator(".graph-numbers b")
+            assert int(numbers.nth(0).get_attribute("data-edges")) == row["curve"]["edges"][at]
+            assert float(numbers.nth(1).get_attribute("data-effect")) == row["curve"]["effect"][at]
+            pictures.add(card.locator("canvas").evaluate("(canvas) => canvas.toDataURL()"))
+    assert len(pictures) == 9, "every circuit is another picture"
+    assert "Only the 20 drawn carry anything." in page.locator("[data-tokens=sparse]").text_content()
+    slider.fill("1")
+    card, row = page.locator("[data-tokens=sparse]"), found["sparse"]
+    with page.expect_download() as saved:
+        card.locator("[data-download=JSON]").click()
+    circuit = json.loads(Path(saved.value.path()).read_bytes())
+    expected = row["circuit"][: circuit["edges"]]
+    assert circuit["edges"] == 4 == len(circuit["circuit"])
+    for edge, (*place, score, weight) in zip(circuit["circuit"], expected, strict=True):
+        edge = dict(zip(circuit["columns"], edge, strict=True))
+        assert [edge[name] for name in ("layer", "head", "query", "key")] == place
+        assert (edge["score"], edge["weight"]) == pytest.approx((score, weight), rel=1e-3)
+        assert edge["query_token"] == row["tokens"][place[2]] and edge["key_token"] == row["tokens"][place[3]]
+    card.locator("canvas").focus()
+    page.keyboard.press("ArrowRight")
+    (layer, head, query, key, *_), words = expected[0], card.locator(".readout").text_content()
+    reads, read = (row["tokens"][at].strip() for at in (query, key))
+    assert words.startswith(f"{reads} ({query}) reads {read} ({key}) through a{layer}.h{head}")
+
+
+def test_pointing_at_an_attention_edge(open_page, page_file):
+    """Somewhere on the drawn lines the pointer finds an edge, and says which heads it goes through."""
+    page = open_page(page_file).page
+    canvas = page.locator("[data-tokens=sparse] canvas")
+    canvas.scroll_into_view_if_needed()
+    box, told = canvas.bounding_box(), set()
+    for i in range(20):
+        canvas.hover(position={"x": 40 + (box["width"] - 60) * i / 20, "y": box["height"] * 0.6}, force=True)
+        told.add(page.locator("[data-tokens=sparse] .readout").text_content())
+    assert len([words for words in told if "through a0.h" in words]) > 1
+
+
+def test_attention_reading(open_page, page_file, run):
+    """Weight and margin of a pair, read off the page, are those of the tensors."""
+    from safetensors.numpy import load_file
+
+    page = open_page(page_file).page
+    tensors = load_file(run / "attention" / "prompt-0.safetensors")
+    page.locator("#attention [data-model=sparse] canvas.focusable").focus()
+    page.keyboard.press("ArrowUp")
+    layer, head = map(int, page.locator("#head-detail h3").text_content().replace("Layer ", "").split(", head "))
+    page.locator("#head-detail tbody button").first.click()
+    facts = page.locator("#pair-facts dd").all_text_contents()
+    query, key = (int(part.rsplit("(", 1)[1].rstrip(") ")) for part in facts[0].split("→"))
+    assert float(facts[1]) == pytest.approx(float(tensors["dense.weights"][layer, head, query, key]), rel=0.01)
+    assert float(facts[2]) == pytest.approx(
+        float(tensors["sparse.weights"][layer, head, query, key]), rel=0.01, abs=1e-4
+    )
+    margin = float(tensors["sparse.margin"][layer, head, query, key])
+    assert float(facts[3].split(":")[0].replace("−", "-")) == pytest.approx(margin, rel=0.01)
+    assert facts[3].endswith("open" if margin > 0 else "closed")
+
+
+def test_training_readout_and_zoom(open_page, page_file, run):
+    page = open_page(page_file).page
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    chart = page.locator("[data-chart=Density] .plot")
+    chart.focus()
+    page.keyboard.press("ArrowRight")
+    words = page.locator("#training-readout").text_content()
+    step = int(words.split()[1])
+    shown = float(words.split("density in training ")[1].split()[0])
+    assert shown == pytest.approx(100 * lines[step - 1]["density"], rel=0.01)
+    page.keyboard.press("+")
+    box = chart.bounding_box()
+    page.mouse.move(box["x"] + 100, box["y"] + 80)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 220, box["y"] + 80, steps=3)
+    page.mouse.up()
+    page.mouse.move(5, 5)
+    first, last = (int(word) for word in page.locator("#training-readout").text_content().rstrip(".").split()[1::2])
+    assert 0 < last - first < 60
+    page.locator("#zoom-reset").click()
+    assert page.locator("#training-readout").text_content() == "Steps 1 to 200."
+
+
+def test_attribution_edge_names_its_heads(open_page, page_file):
+    page = open_page(page_file).page
+    for role, n_heads in (("dense", 5), ("sparse", 2)):
+        box = page.locator(f"[data-trace={role}]")
+        box.locator("[data-edge='1']").click()
+        assert box.locator(".edge-detail h3").text_content() == "opposite → small"
+        assert f"({n_heads} of 12 heads)" in box.locator(".edge-detail").text_content()
+        assert box.locator(".head-maps canvas").count() == n_heads
+
+
+def test_two_runs_in_one_page(open_page, run, tmp_path):
+    other = make_run(tmp_path / "other", model="second-model", seed=1, parts=("training",))
+    watched = open_page(write_page(payload([run, other]), tmp_path / "two.html"))
+    assert watched.page.locator("#summary-table table").count() == 2
+    watched.page.locator("#tools label", has_text="other").locator("input").check(force=True)
+    assert watched.page.locator("#summary-title").text_content().startswith("second-model")
+    assert "sparselens compare" in watched.page.locator("#circuits").text_content()
+    watched.clean()
+
+
+# ---- while a run goes on ----
+
+
+def test_served_page_follows_the_run(browser, tmp_path):
+    run = make_run(tmp_path / "run", parts=("training",))
+    server = make_server([run])
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    context = browser.new_context()
+    try:
+        page = context.new_page()
+        errors = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(f"http://127.0.0.1:{server.server_address[1]}/")
+        page.locator("#training-readout", has_text="Steps 1 to 200.").wait_for()
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 240, "loss": 0.1, "density": 0.02, "lambda": 1.0}) + "\n")
+        page.locator("#training-readout", has_text="Steps 1 to 240.").wait_for(timeout=15_000)
+        assert errors == []
+        answer = context.request.get(f"http://127.0.0.1:{server.server_address[1]}/", headers={"Host": "evil.example"})
+        assert answer.status == 403
+    finally:
+        context.close()
+        server.shutdown()
+        server.server_close()

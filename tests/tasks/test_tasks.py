@@ -1,0 +1,224 @@
+"""Tasks with real and made-up tokenizers: lengths, answers, metrics, and the refusals."""
+
+import json
+import random
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from sparselens import tasks
+from sparselens.data.batches import separator_id
+from sparselens.tasks import Pair, Task, task
+from sparselens.tasks.prompts import Rejected, build, collate, tokenize
+from sparselens.tasks.words import Words
+
+
+def character_tokenizer(
+    characters: str = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:_()\"'-\n",
+):
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)} | {"?": len(characters)}, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="?")
+
+
+@pytest.fixture(params=["gpt2", "stories15m", "characters"])
+def tokenizer(request, shared):
+    if request.param == "characters":
+        return character_tokenizer()
+    if not (shared / "models").is_dir():
+        pytest.skip("no real tokenizers here")
+    return AutoTokenizer.from_pretrained(
+        shared / "models" / {"gpt2": "gpt2-tokenizer"}.get(request.param, request.param)
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in tasks.names() if name != "addition"])
+def test_every_task_with_every_tokenizer(name, tokenizer):
+    prompts = build(tasks.find(name), tokenizer, 8, seed=1, say=lambda text: None)
+    assert len(prompts) == 8
+    assert (prompts.clean != prompts.corrupted).any(1).all()
+    decided = (prompts.right >= 0).any(-1) & (prompts.wrong >= 0).any(-1)
+    assert (decided & prompts.used).any(1).all()
+    assert (prompts.position < prompts.lengths[:, None]).all()
+    again = build(tasks.find(name), tokenizer, 8, seed=1, say=lambda text: None)
+    assert torch.equal(prompts.clean, again.clean)
+
+
+def test_ioi_has_fifteen_templates_in_both_orders():
+    from sparselens.tasks.ioi import TEMPLATES
+
+    assert len(TEMPLATES) >= 15
+    words, rng = Words(character_tokenizer()), random.Random(0)
+    pairs = [tasks.find("ioi").generate(rng, words) for _ in range(40)]
+    first = [pair.clean.find(pair.answer.strip()) < pair.clean.find(pair.wrong.strip()) for pair in pairs]
+    assert any(first) and not all(first)
+
+
+@pytest.mark.parametrize("distance", [40, 41])
+def test_ioi_long_keeps_its_distance(distance):
+    from sparselens.tasks.ioi_long import filler
+
+    words = Words(AutoTokenizerStandIn())
+    text = filler(random.Random(0), words, distance)
+    assert words.count("the park." + text) - words.count("the park.") == distance
+
+
+class AutoTokenizerStandIn:
+    """Words and full stops are tokens."""
+
+    bos_token = eos_token = None
+    bos_token_id = eos_token_id = None
+
+    def get_vocab(self):
+        return {}
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [hash(word) % 1000 for word in text.replace(".", " .").replace(",", " ,").split()]}
+
+
+def with_specials(**specials: str):
+    """The tokenizer of characters, with special tokens that it knows of but does not add."""
+    made = character_tokenizer()
+    made.add_special_tokens(specials)
+    return made
+
+
+def test_prompts_start_as_training_sequences_do():
+    from tokenizers.processors import TemplateProcessing
+
+    plain = character_tokenizer()("a b")["input_ids"]
+    assert Words(character_tokenizer()).encode("a b") == plain, "no such token: nothing in front"
+    for specials in ({"eos_token": "<|endoftext|>"}, {"bos_token": "<s>", "eos_token": "<|endoftext|>"},
+                     {"bos_token": "<s>", "eos_token": "</s>"}, {"eos_token": "</s>"}):  # fmt: skip
+        made = with_specials(**specials)
+        first = "<|endoftext|>" if "<|endoftext|>" in made.get_vocab() else specials.get("bos_token", "</s>")
+        front = made.convert_tokens_to_ids(first)
+        assert made("a b")["input_ids"] == plain and front == separator_id(made)
+        words = Words(made)
+        assert words.encode("a b") == words.encode(f"{first}a b") == [front, *plain], "once"
+        assert words.encode(first) == words.encode("") == [front]
+        if made.bos_token not in (None, first):
+            assert words.encode(f"{made.bos_token}a b") == [front, made.bos_token_id, *plain], "another start is none"
+        assert words.encode(f"{first}{first}a b") == [front, front, *plain], "what was written is kept"
+        assert words.count("a b") == 4 and words.after("a", words.encode("a"), " b") == plain[1:]
+    for eos in ("</s>", "<|endoftext|>"):
+        adds = with_specials(bos_token="<s>", eos_token=eos)
+        adds.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"<s> $A {eos}",
+            special_tokens=[(token, adds.convert_tokens_to_ids(token)) for token in ("<s>", eos)],
+        )
+        assert adds("a b")["input_ids"] == [adds.bos_token_id, *plain, adds.eos_token_id]
+        assert Words(adds).encode("a b") == [adds.bos_token_id, *plain], "its own first token, and no end"
+        assert separator_id(adds) == adds.bos_token_id, "documents start with the same"
+
+
+def test_answers_that_share_tokens_are_read_where_they_part():
+    words = Words(character_tokenizer())
+    item = tokenize(Pair("Tom gave it to", "Sam gave it to", " Alice", " Albert"), words)
+    ids = words.encode(" Alice")
+    assert [read.through for read in item.reads] == [*ids[:3], -1]
+    assert item.clean[-3:] == tuple(ids[:3])  # the shared beginning is appended to both prompts
+    assert item.reads[-1].right == (ids[3],) and item.reads[-1].position == len(item.clean) - 1
+
+
+def test_greater_than_on_single_digits_is_the_probability_of_the_year():
+    """Compare with the sum over all hundred two-digit continuations, enumerated."""
+    words = Words(character_tokenizer())
+    pair = Pair(
+        "from 1732 to 17",
+        "from 1701 to 17",
+        tuple(f"{y:02}" for y in range(33, 100)),
+        tuple(f"{y:02}" for y in range(33)),
+    )
+    prompts = collate([tokenize(pair, words)], "probability")
+    assert prompts.position.shape == (1, 2)
+    vocabulary = len(words.tokenizer)
+    first, second = torch.randn(vocabulary), torch.randn(vocabulary)
+    p1, p2 = first.softmax(-1), second.softmax(-1)  # p2: after the digit 3
+    digit = [words.encode(str(d))[0] for d in range(10)]
+    expected = sum(p1[digit[d]] for d in range(4, 10)) - sum(p1[digit[d]] for d in range(3))
+    expected += p1[digit[3]] * (sum(p2[digit[d]] for d in range(3, 10)) - sum(p2[digit[d]] for d in range(3)))
+    assert torch.allclose(prompts.score(torch.stack([first, second])[None]), expected[None], atol=1e-6)
+
+
+def test_greater_than_with_two_digit_tokens(shared):
+    if not (shared / "models").is_dir():
+        pytest.skip("no real tokenizers here")
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models" / "gpt2-tokenizer")
+    prompts = build(tasks.find("greater-than"), tokenizer, 16, say=lambda text: None)
+    assert prompts.position.shape == (16, 1)  # one softmax decides
+    assert ((prompts.right >= 0).sum(-1) + (prompts.wrong >= 0).sum(-1) == 100).all()
+
+
+def test_logit_metric_takes_the_best_wrong_answer():
+    words = Words(character_tokenizer())
+    prompts = collate([tokenize(Pair("ab", "cd", "x", ("y", "z")), words)], "logit")
+    logits = torch.zeros(1, 1, len(words.tokenizer))
+    logits[0, 0, words.encode("x")[0]], logits[0, 0, words.encode("z")[0]] = 5.0, 2.0
+    assert prompts.score(logits).item() == 3.0
+    assert prompts.correct(prompts.score(logits)).all()
+
+
+def test_log_probability_without_wrong_answers():
+    words = Words(character_tokenizer())
+    prompts = collate([tokenize(Pair("ab", "cd", "xy"), words)], "log-probability")
+    logits = torch.randn(1, 2, len(words.tokenizer))
+    log_p = logits.log_softmax(-1)
+    expected = log_p[0, 0, words.encode("x")[0]] + log_p[0, 1, words.encode("y")[0]]
+    assert torch.allclose(prompts.score(logits), expected[None])
+
+
+@pytest.mark.parametrize(
+    "pair, reason",
+    [
+        (Pair("abc", "ab", "x", "y"), "differ in length"),
+        (Pair("abc", "abc", "x", "y"), "the same"),
+        (Pair("abc", "abd", "x", "x"), "told apart"),
+    ],
+)
+def test_bad_pairs_are_rejected(pair, reason):
+    with pytest.raises(Rejected, match=reason):
+        tokenize(pair, Words(character_tokenizer()))
+
+
+def test_build_says_what_it_dropped_and_refuses_nothing():
+    said = []
+    mixed = Task("mixed", None, "logit", (Pair("abc", "ab", "x", "y"), Pair("abc", "abd", "x", "y")))
+    assert len(build(mixed, character_tokenizer(), 5, say=said.append)) == 1
+    assert "1 dropped (1 clean and corrupted prompt differ in length)" in said[0]
+    with pytest.raises(ValueError, match="no usable pair"):
+        build(Task("bad", None, "logit", (Pair("abc", "ab", "x", "y"),)), character_tokenizer(), 5, say=said.append)
+
+
+def test_registry_takes_a_new_task_and_names_the_known_ones():
+    @task("letters")
+    def letters(rng, words):
+        a, b = rng.sample("abcdefgh", 2)
+        return Pair(f"say {a}", f"say {b}", a, b)
+
+    assert len(build(tasks.find("letters"), character_tokenizer(), 4, say=lambda text: None)) == 4
+    with pytest.raises(ValueError, match=r"unknown task 'ioy': expected one of addition, .*ioi"):
+        tasks.find("ioy")
+
+
+def test_jsonl(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps({"clean": "abc", "corrupted": "abd", "answer": "x", "wrong": ["y", "z"]}) + "\n")
+    found = tasks.find(str(path))
+    assert found.metric == "logit" and found.pairs[0].wrong == ("y", "z") and found.name == "mine"
+    path.write_text(json.dumps({"clean": "abc", "corrupted": "abd", "answer": "x"}) + "\n")
+    assert tasks.find(path).metric == "log-probability"
+    for line, message in (
+        ("{", "not JSON"),
+        ('{"clean": "a"}', "expected an object"),
+        ('{"clean":"a","corrupted":"b","answer":3}', "must be a text"),
+    ):
+        path.write_text(line + "\n")
+        with pytest.raises(ValueError, match=f"line 1: .*{message}|line 1: {message}|{message}"):
+            tasks.find(path)
+    with pytest.raises(ValueError, match="no such file"):
+        tasks.find(tmp_path / "none.jsonl")
