@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import sparselens as sl
-from sparselens.runs import distributed as processes
+from sparselens.runs import distributed
 from sparselens.training import loop as training
 
 QUICK = dict(
@@ -37,7 +37,7 @@ def discover(folder: Path, out: str):
     model, tokenizer = sl.load(folder / "base")
     settings = dict(prompts=10, points=6, steps=3, say=lambda text: None)
     circuit = sl.discover(model, tokenizer, str(folder / "task.jsonl"), **settings)
-    if processes.is_main():
+    if distributed.is_main():
         found = {key: value for key, value in circuit.results.items() if key != "seconds"}
         found["scores"] = circuit.scores.tolist()
         (folder / out).write_text(json.dumps(found))
@@ -49,7 +49,7 @@ def in_process(rank: int, step: int, action):
 
     def describe(*args):
         calls.append(1)
-        if len(calls) == step and processes.rank() == min(rank, processes.world() - 1):
+        if len(calls) == step and distributed.rank() == min(rank, distributed.world() - 1):
             action()
         return original(*args)
 
@@ -73,7 +73,7 @@ def not_a_number(folder: Path, out: str):
     def bad(stage, *args):
         loss, density = original(stage, *args)
         calls.append(1)
-        return loss * (math.nan if len(calls) == 3 and processes.rank() == 1 else 1), density
+        return loss * (math.nan if len(calls) == 3 and distributed.rank() == 1 else 1), density
 
     training.loss_and_density = bad
     sparsify(folder, out, steps=6)
@@ -85,7 +85,7 @@ def existing(folder: Path, out: str):
     try:
         sparsify(folder, out)
     except (ValueError, SystemExit) as error:
-        (folder / f"existing-{processes.rank()}").write_text(repr(error))
+        (folder / f"existing-{distributed.rank()}").write_text(repr(error))
 
 
 def crash(folder: Path, out: str):
@@ -97,7 +97,7 @@ def crash(folder: Path, out: str):
 JOBS = {
     "plain": sparsify,
     # Densities are averaged over rounds of forward passes: two processes make one round of two passes.
-    "all": lambda folder, out: sparsify(folder, out, micro_batch=4 // processes.world(), **ALL_AT_ONCE),
+    "all": lambda folder, out: sparsify(folder, out, micro_batch=4 // distributed.world(), **ALL_AT_ONCE),
     "muon": lambda folder, out: sparsify(folder, out, optimizer="muon"),
     "resume": lambda folder, out: sparsify(folder, out, resume=True),
     "transcode": transcode,
@@ -115,6 +115,6 @@ if __name__ == "__main__":
         JOBS[name](Path(sys.argv[1]), out)
     threads = Path("/proc/self/task")  # of the process groups too
     before = len(list(threads.iterdir()))
-    processes.stop()
+    distributed.stop()
     # A thread that outlives Python, which it needs to let go of a tensor, aborts the process now and then.
     assert len(list(threads.iterdir())) < before

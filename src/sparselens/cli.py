@@ -13,7 +13,7 @@ import tyro
 from tyro.conf import OmitArgPrefixes, Positional
 
 from .config import Search, Sparsify, Text, Trace, Transcode
-from .runs import distributed as processes
+from .runs import distributed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,19 +318,19 @@ DESCRIPTION = "Make a transformer's attention sparse without losing what it can 
 def main(arguments: list[str] | None = None) -> None:
     """Parse, run, and turn expected failures into one sentence and an exit code."""
     command = _parse(arguments)
-    prog = "sparselens" if processes.is_main() else f"sparselens, process {processes.rank()}"
+    prog = "sparselens" if distributed.is_main() else f"sparselens, process {distributed.rank()}"
     try:
-        if processes.world() > 1 and not isinstance(command, SparsifyCommand | TranscodeCommand | DiscoverCommand):
+        if distributed.world() > 1 and not isinstance(command, SparsifyCommand | TranscodeCommand | DiscoverCommand):
             raise ValueError("only sparsify, transcode and discover use several processes; run this without a launcher")
         command()
-        processes.stop()
+        distributed.stop()
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
         if type(error).__name__ == "Interrupted":
-            if processes.is_main():
+            if distributed.is_main():
                 print(f"sparselens: {error}", file=sys.stderr)
-            processes.stop()
+            distributed.stop()
             sys.exit(130)
         if os.environ.get("SPARSELENS_DEBUG"):
             raise
@@ -346,7 +346,7 @@ def main(arguments: list[str] | None = None) -> None:
                 )
                 print(f"{prog}: not enough memory; {advice} ({_one_line(error, 200)})", file=sys.stderr)
                 sys.exit(2)
-        if processes.world() > 1 and re.search("gloo|nccl|connection", str(error), re.IGNORECASE):
+        if distributed.world() > 1 and re.search("gloo|nccl|connection", str(error), re.IGNORECASE):
             lost = "another process of this run has ended or cannot be reached; start them all again with --resume"
             print(f"{prog}: {lost} ({_one_line(error, 200)})", file=sys.stderr)
             sys.exit(2)

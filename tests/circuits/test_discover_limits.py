@@ -21,7 +21,7 @@ from sparselens.circuits.scores import eap
 from sparselens.config import Gate, Search
 from sparselens.models.decoder import Decoder
 from sparselens.models.loading import install_gates
-from sparselens.runs import distributed as processes
+from sparselens.runs import distributed
 from sparselens.tasks import Pair, Task
 from sparselens.tasks.ioi_long import register_distance
 from sparselens.tasks.prompts import build, of_common_length
@@ -48,11 +48,11 @@ def test_no_length_in_common_leaves_the_token_circuit_out():
 def test_more_processes_than_prompts(monkeypatch):
     decoder, prompts = Decoder(tiny_model("gpt2")), random_prompts(3, 8)
     alone = AttentionPatcher(decoder, prompts).scores()
-    monkeypatch.setattr(processes, "world", lambda: 4)
-    monkeypatch.setattr(processes, "total", lambda x: x)
+    monkeypatch.setattr(distributed, "world", lambda: 4)
+    monkeypatch.setattr(distributed, "total", lambda x: x)
     parts = []
     for rank in range(4):
-        monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
         parts.append(AttentionPatcher(decoder, prompts).scores())
     assert np.allclose(sum(parts), alone, atol=1e-6)
 

@@ -14,7 +14,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 import sparselens as sl
 from sparselens import cli
-from sparselens.runs import distributed as processes
+from sparselens.runs import distributed
 from sparselens.runs.checkpoints import load_checkpoint
 from sparselens.runs.run import Metrics
 
@@ -159,7 +159,7 @@ def test_who_takes_what(monkeypatch):
         taken, lengths = [], set()
         for rank in range(world):
             monkeypatch.setenv("RANK", str(rank))
-            mine = list(processes.rounds(count, at_once))
+            mine = list(distributed.rounds(count, at_once))
             lengths.add(len(mine))
             taken += [i for first, n in mine for i in range(first, first + n)]
         assert sorted(taken) == list(range(count)) and len(lengths) == 1
@@ -171,7 +171,7 @@ def test_who_takes_what(monkeypatch):
 def test_a_batch_that_cannot_be_shared_is_refused(batch, micro, sentence, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match=sentence):
-        processes.micro_batch(batch, micro)
+        distributed.micro_batch(batch, micro)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_what_fsdp_cannot_do_here_is_refused(name, value, sentence, monkeypatch)
     for key, usual in {"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", name: value}.items():
         monkeypatch.setenv(key, usual)
     with pytest.raises(ValueError, match=sentence):
-        processes.start()
+        distributed.start()
 
 
 def test_other_commands_refuse_several_processes(monkeypatch, capsys):

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ..config import Trace
 from ..models.architectures import base_model, dimensions
 from ..models.loading import load
 from ..reporting.figures.attribution import draw_trace_all
+from ..runs import distributed
 from ..runs.run import check_folder, check_writable, provenance, write_json
 from ..transcoders.transcoder import Transcoder
 from .cluster_rules import read_rules, rules_of
@@ -83,7 +82,7 @@ def trace_prompt(
         raise ValueError(f"{len(models)} models: expected one, or two to compare")
     if isinstance(target, list):
         raise ValueError(f"target={target!r}: the command explains one target; use sparselens.trace for several")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = distributed.device()
     # Both transcoders before any model: a missing file should not cost the loading of a model.
     coders = [t.transcoder if isinstance(t.transcoder, Transcoder) else Transcoder.load(t.transcoder) for t in models]
     results: list[dict[str, Any]] = []

@@ -1,6 +1,6 @@
 """Graph: which parts of a model, on one prompt, feed which others, how much, and which of them matter.
 
-A node is a source, a target, or both. An edge s -> t is s's exact share of t's value in the frozen model (tracing.py).
+A node is a source, a target, or both. An edge s -> t is s's exact share of t's value in the frozen model (trace.py).
 Targets have rows: all edges into t, plus the biases, sum to t's value. Rows are stored sparsely:
 
 1. Nodes are a table, kind by kind: features, errors, tokens, positions, biases, logits (KINDS). Every feature that is

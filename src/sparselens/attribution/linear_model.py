@@ -4,7 +4,7 @@
    softmax times gate, is made from them), the denominator of every norm, and what every MLP wrote.
 2. What is left between the MLPs is affine: residual stream -> norm -> values -> pattern -> output -> residual stream.
 3. `push` sends signals forward through it, `pull` gradients back: plain matrix products, many at a time.
-4. Single steps of both (`to_values`, `from_mix`, `own`, ...) also work at one position per signal; carriers.py keeps
+4. Single steps of both (`to_values`, `from_mix`, `own`, ...) also work at one position per signal; head_shares.py keeps
    signals from leaving their position with them.
 
 Shapes: T tokens, L layers, H heads, D = d_model, e = d_head; n signals or gradients at once are [n, T, D].

@@ -1,6 +1,6 @@
 """From a model, a transcoder and a prompt to an attribution graph.
 
-1. Freeze the model on the prompt (frozen.py) and replace its MLPs by features and errors (replacement.py).
+1. Freeze the model on the prompt (linear_model.py) and replace its MLPs by features and errors (sources.py).
 2. Targets: the likeliest next tokens, a named token, a difference of two, or any direction.
 3. Rows of the targets: every source's exact share.
 4. Grow: the feature through which most influence flows and which has no row yet gets one, in batches, up to the budget.
@@ -110,7 +110,7 @@ def _freeze(model: nn.Module, ids: Tensor) -> Frozen:
     if frozen.check > TOLERANCE:
         message = f"the model in pieces is {frozen.check:.1e} of the largest logit away from the model itself"
         if frozen.decoder.gates is None:
-            raise ValueError(f"{message}; this transformers version computes something that frozen.py does not know of")
+            raise ValueError(f"{message}; this transformers version computes something we do not know of")
         # A gate within rounding of its threshold may open in one order of summation and not in the other.
         warnings.warn(f"{message}: a gate close to its threshold fell the other way", stacklevel=3)
     return frozen

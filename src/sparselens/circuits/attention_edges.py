@@ -19,7 +19,7 @@ from torch import Tensor
 from ..gating import allowed_pairs
 from ..models.decoder import Decoder
 from ..models.hooks import start
-from ..runs import distributed as processes
+from ..runs import distributed
 from ..tasks.prompts import Prompts, of_common_length
 from .faithfulness import THRESHOLDS, Curve, NoEffect, log_sizes, refined_curve
 
@@ -61,17 +61,17 @@ class AttentionPatcher:
         out = torch.zeros(len(masks), len(self.prompts), dtype=torch.float64)
         with torch.no_grad():
             for some, part, clean, corrupted in self._parts():
-                for i, mask in processes.mine(list(enumerate(masks))):
+                for i, mask in distributed.mine(list(enumerate(masks))):
                     out[i, some] = self._metric(mask.to(clean), part, clean, corrupted).cpu()
                     if some.stop >= len(self.prompts):
-                        progress(processes.world())
-        return processes.total(out)
+                        progress(distributed.world())
+        return distributed.total(out)
 
     def scores(self) -> np.ndarray:
         """[layer, head, query, key] fp64, averaged over prompts: positive where the edge raises the metric."""
         total = torch.zeros(self.shape, dtype=torch.float64)
         for _, part, clean, corrupted in self._parts(
-            self.prompts.take(slice(processes.rank(), None, processes.world()))
+            self.prompts.take(slice(distributed.rank(), None, distributed.world()))
         ):
             for i in range(POINTS):
                 mask = torch.full(self.shape, (i + 0.5) / POINTS, dtype=clean.dtype, device=clean.device)
@@ -80,7 +80,7 @@ class AttentionPatcher:
                     metric = self._metric(mask, part, clean, corrupted).sum()
                     (gradient,) = torch.autograd.grad(metric, mask)
                 total += gradient.double().cpu()
-        return (processes.total(total) / len(self.prompts) / POINTS).numpy() * self.possible
+        return (distributed.total(total) / len(self.prompts) / POINTS).numpy() * self.possible
 
     @torch.no_grad()
     def weights(self) -> np.ndarray:

@@ -3,12 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .. import tasks as registry
 from ..config import Search
 from ..models.loading import load
-from ..runs import distributed as processes
+from ..runs import distributed
 from ..runs.run import check_folder, check_writable, provenance, write_json
 from .compare import compare, table
 from .discover import discover
@@ -26,10 +24,10 @@ def discover_command(model: str, task: str, settings: Search, out: Path | None, 
     registry.find(task)  # before the model is loaded
     check_folder(out)
     check_writable(json)
-    processes.start()
-    loaded, tokenizer = load(model, device="cuda" if torch.cuda.is_available() else "cpu")
+    distributed.start()
+    loaded, tokenizer = load(model, device=distributed.device())
     circuit = discover(loaded, tokenizer, task, settings=settings, show_progress=True)
-    if not processes.is_main():
+    if not distributed.is_main():
         return
     found = circuit.results | {"model": _name(model)} | _about()
     print(

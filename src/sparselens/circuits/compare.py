@@ -4,12 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from .. import tasks as registry
 from ..config import Search
 from ..models.loading import load
+from ..runs import distributed
 from .circuit import Circuit, overlap
 from .discover import discover_on, prepare, split
 from .faithfulness import THRESHOLDS, NoEffect, mean_multiplier, multiplier
@@ -96,7 +96,7 @@ def compare(
 
 def _open(source: "Source") -> "tuple[nn.Module, PreTrainedTokenizerBase | None]":
     if isinstance(source, str | Path):
-        return load(source, device="cuda" if torch.cuda.is_available() else "cpu")
+        return load(source, device=distributed.device())
     return source if isinstance(source, tuple) else (source, None)
 
 

@@ -24,7 +24,7 @@ from ..models.architectures import base_model, dimensions, mlp_width
 from ..models.decoder import Decoder
 from ..models.loading import is_gated
 from ..models.memory import estimate_memory
-from ..runs import distributed as processes
+from ..runs import distributed
 from ..tasks.prompts import Prompts, build
 from .attention_edges import attention_curve
 from .circuit import Circuit
@@ -72,8 +72,8 @@ def discover(
         changes["method"] = method
     settings = dataclasses.replace(settings, **changes)
     found = tasks.find(task)
-    processes.start()
-    say, show_progress = processes.quiet(say), show_progress and processes.is_main()
+    distributed.start()
+    say, show_progress = distributed.quiet(say), show_progress and distributed.is_main()
     prompts = prepare([model], tokenizer, found, settings, say)
     return discover_on(model, found.name, *split(prompts), settings, show_progress=show_progress, say=say)
 
@@ -99,7 +99,7 @@ def prepare(
     finally:
         for model, mode in zip(models, modes, strict=True):
             model.train(mode)
-    right = processes.total(right.int()) == processes.world()  # the same prompts everywhere
+    right = distributed.total(right.int()) == distributed.world()  # the same prompts everywhere
     n_right = int(right.sum())
     if len(prompts) < FEWEST:
         raise ValueError(f"task {task.name!r}: only {len(prompts)} usable prompts; at least {FEWEST} are needed")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..gating import allowed_pairs
 from ..models.architectures import base_model, dimensions, parts
 from ..models.hooks import capture, patch
-from ..runs import distributed as processes
+from ..runs import distributed
 from ..tasks.prompts import Prompts, of_common_length
 
 
@@ -34,7 +34,7 @@ class HeadPatcher:
             part = self.prompts.take(slice(first, first + self.at_once))
             with capture(self.model, layers) as corrupted:
                 part.ask(self.model, part.corrupted)
-            for i, kept in processes.mine(list(enumerate(sets))):
+            for i, kept in distributed.mine(list(enumerate(sets))):
                 mask = torch.zeros(self.dims.n_layers, self.dims.n_heads, 1, dtype=torch.bool, device=part.clean.device)
                 for layer, head in kept:
                     mask[layer, head] = True
@@ -47,8 +47,8 @@ class HeadPatcher:
                     logits = part.ask(self.model, part.clean)
                 out[i, first : first + len(part)] = part.score(logits.double()).cpu()
                 if first + len(part) == len(self.prompts):
-                    progress(processes.world())
-        return processes.total(out)
+                    progress(distributed.world())
+        return distributed.total(out)
 
 
 def _keep(mask: Tensor, corrupted: Tensor) -> Callable[[Tensor], Tensor]:

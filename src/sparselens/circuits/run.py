@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..models.decoder import Decoder
 from ..models.hooks import start
-from ..runs import distributed as processes
+from ..runs import distributed
 from ..tasks.prompts import Prompts
 
 Ablation = Literal["corrupted", "mean", "zero"]
@@ -108,7 +108,7 @@ class Patcher:
         self._base = self._prepare_base()
         self.m_model, self.m_nothing, self.checks = self._check()
         # All processes have computed these; from here on they compare with the very same numbers.
-        self.m_model, self.m_nothing = processes.mean(self.m_model), processes.mean(self.m_nothing)
+        self.m_model, self.m_nothing = distributed.mean(self.m_model), distributed.mean(self.m_nothing)
 
     def _embeddings(self, ids: Tensor) -> Tensor:
         """What the model feeds its first block."""
@@ -153,10 +153,10 @@ class Patcher:
         masks = masks if masks.is_floating_point() else masks.float()
         order = sorted(range(len(masks)), key=lambda i: float(masks[i].count_nonzero()))  # alike circuits share passes
         out = torch.zeros(len(masks), len(self.prompts), dtype=torch.float64)
-        for group in self._groups(masks, processes.mine(order)):
+        for group in self._groups(masks, distributed.mine(order)):
             out[group] = self._run(masks[group])
-            progress(len(group) * processes.world())
-        return processes.total(out)
+            progress(len(group) * distributed.world())
+        return distributed.total(out)
 
     def _groups(self, masks: Tensor, order: list[int]) -> list[list[int]]:
         """Circuits to run together, as many as the memory allows with all prompts in one batch."""

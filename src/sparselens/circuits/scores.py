@@ -37,7 +37,7 @@ from torch import Tensor
 from ..models.decoder import Decoder
 from ..models.hooks import start
 from ..models.memory import SLICES, WRITERS_AT_ONCE
-from ..runs import distributed as processes
+from ..runs import distributed
 from ..tasks.prompts import Prompts
 from .run import Ablation, Patcher, trace
 
@@ -65,7 +65,7 @@ def eap(
     products = torch.zeros(c.n_writers, c.n_writers, dtype=torch.float64)
     prompts = prompts.to(next(decoder.model.parameters()).device)
     base = None if ablation == "corrupted" else Patcher(decoder, prompts, ablation)
-    own = torch.arange(len(prompts))[processes.rank() :: processes.world()]
+    own = torch.arange(len(prompts))[distributed.rank() :: distributed.world()]
     for first in range(0, len(own), n_at_once):
         some = own[first : first + n_at_once]
         part = prompts.take(some)
@@ -79,8 +79,8 @@ def eap(
             _writer_products(decoder, differences, products)
         for point, at_point in zip(points, scores, strict=True):
             _score_once(decoder, part, clean * point + corrupted * (1 - point), differences, at_point)
-            progress(len(part) * processes.world())
-    scores, products = processes.total(scores), processes.total(products)
+            progress(len(part) * distributed.world())
+    scores, products = distributed.total(scores), distributed.total(products)
     if len(points) > 1 and path == "own":
         scores *= torch.from_numpy(stretch_weights(reader_shares(c.possible, products.numpy()), points))
     else:

@@ -18,6 +18,7 @@ from ..demo.addition import ANSWER, POSITIONS, encode
 from ..models.architectures import base_model, dimensions
 from ..models.loading import is_gated, load
 from ..reporting.sections.attribution import traced_prompts
+from ..runs import distributed
 from ..runs.run import Run, write_json
 from ..tasks.words import Words, piece
 
@@ -107,7 +108,7 @@ def _sum_text(text: str) -> str:
 def _look(folders: dict[str, Path | str], texts: list[str], addition: bool, out: Path, say: Callable) -> dict[str, Any]:
     from safetensors.torch import save_file
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = distributed.device()
     prompts: list[dict[str, Any]] = [{"text": text, "models": {}} for text in texts]
     tensors: list[dict[str, torch.Tensor]] = [{} for _ in texts]
     notes, shape = [], None

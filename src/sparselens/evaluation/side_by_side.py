@@ -14,7 +14,7 @@ from ..data.batches import Batches, TextBatches
 from ..demo.addition import POSITIONS, AdditionBatches
 from ..models.architectures import base_model, dimensions
 from ..models.loading import is_gated, load
-from ..runs import distributed as processes
+from ..runs import distributed
 from ..runs.run import Run, check_folder, check_writable, provenance, reading, write_bytes, write_json
 from ..training.loop import precision_of
 from ..training.measure import measure
@@ -130,7 +130,7 @@ def _of_run(run: Run, data: list[str], sequences: int, asked: Asked) -> list[dic
         if folder.is_dir():
             sources.append((kind, str(folder)))
     length = POSITIONS if demo else config["data"].get("length") or Text().length
-    micro = processes.micro_batch(training["batch"], training["micro_batch"], length)
+    micro = distributed.micro_batch(training["batch"], training["micro_batch"], length)
     return _rows(sources, text, asked, micro, bf16=precision_of(training["precision"]) == "bf16")
 
 
@@ -150,7 +150,7 @@ def _rows(
     sources: list[tuple[str, str]], find_text: Callable[..., Slice | None], asked: Asked, micro: int, bf16: bool
 ) -> list[dict[str, Any]]:
     """One row per (kind, source), every model compared with the first; kind "": dense or sparse, as it turns out."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = distributed.device()
     rows: list[dict[str, Any]] = []
     kept: dict[str, Any] = {}  # the models, where they are to be put side by side
     text: Slice | None = None

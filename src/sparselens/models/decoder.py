@@ -1,7 +1,7 @@
 """A Hugging Face decoder whose heads and MLPs can be fed separately: what per-edge patching and scoring run on.
 
 The model is not changed and not copied: its own norms, MLPs, rotations and weights are called, block by block, with
-inputs of our choosing. Whether the pieces add up to the model is checked on every run (patching.py), not believed.
+inputs of our choosing. Whether the pieces add up to the model is checked on every run (run.py), not believed.
 
 Shapes: x [batch, tokens, d_model] residual stream; q, k, v, z [batch, heads, tokens, d_head]. Keys and values are kept
 per query head, also where the model shares them: an edge belongs to a query head.

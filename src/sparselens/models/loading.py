@@ -25,12 +25,15 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from ..config import Gate
+from ..runs import distributed
 from ..runs.run import Run, read_json, reading, whole_folder
-from .architectures import architecture, attention_modules, dimensions
+from .architectures import architecture, attention_modules, base_model, dimensions
 from .attention import NAME
 
 INDEX = "model.safetensors.index.json"  # which file has which weight, where there are several
 SAFE: Any = {"trust_remote_code": False}  # said aloud: left open, transformers asks the user to run a stranger's code
+# What a verb may be given as its model.
+Source = str | Path | Run | nn.Module | tuple[nn.Module, PreTrainedTokenizerBase]
 ADAPTER_PREFIX = "sparselens:"  # marks an adapter's base so that plain peft cannot load it without its gates
 
 
@@ -92,6 +95,38 @@ def load(
         install_gates(model, gate)
     model.eval()
     return (model.to(device) if device else model), tokenizer  # type: ignore[arg-type]
+
+
+def resolve(
+    source: Source, tokenizer: PreTrainedTokenizerBase | None = None
+) -> tuple[nn.Module, PreTrainedTokenizerBase | None]:
+    """(model, tokenizer) of whatever a verb was given: a name, a path, a Run, a model, or (model, tokenizer).
+
+    What is loaded here goes to the GPU, where there is one; a model in memory stays where it is.
+    """
+    if isinstance(source, Run):
+        source = source.path
+    if isinstance(source, str | Path):
+        model, own = load(source, device=distributed.device())
+        return model, tokenizer or own
+    return source if isinstance(source, tuple) else (source, tokenizer)
+
+
+def name_of(source: Source) -> str:
+    """What to call it: a hub name as it is, a file or folder by its own name, a model in memory by where it came from.
+
+    A Run's folder says more than the "model" inside it; SmolLM2-1.7B has a dot, but no suffix.
+    """
+    if isinstance(source, Run):
+        source = source.path
+    if isinstance(source, str | Path):
+        path = Path(source)
+        if not path.exists():
+            return str(source)
+        path = path.resolve()
+        return path.stem if path.suffix == ".gguf" else path.parent.name if path.name == "model" else path.name
+    config = base_model(source[0] if isinstance(source, tuple) else source).config
+    return str(config._name_or_path or config.model_type)
 
 
 def _load_folder(source: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -17,7 +17,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import distributed as processes
+from . import distributed
 from .run import fresh_name, read_json, whole_folder, write_json
 
 if TYPE_CHECKING:
@@ -34,16 +34,16 @@ def save_checkpoint(
 ) -> Path:
     """Publish `folder/step-N` atomically and drop all but the newest ones, and the steps in `also`.
 
-    tensors: `processes.own_part` of them. A full disk costs only the new one. The main process writes
+    tensors: `distributed.own_part` of them. A full disk costs only the new one. The main process writes
     state.safetensors; where tensors are split over several processes (FSDP2), each writes its rows of them beside it.
     """
     final = folder / _name(step)
     try:
-        with whole_folder(final) if processes.is_main() else nullcontext(fresh_name(final)) as fresh:
-            processes.on_main(fresh.mkdir)
-            digest = processes.together(lambda: _write_part(fresh, tensors))
-            sums = {_part(process): its for process, its in processes.gather_checksums(digest).items()}
-            processes.on_main(lambda: _write_rest(fresh, state, sums))
+        with whole_folder(final) if distributed.is_main() else nullcontext(fresh_name(final)) as fresh:
+            distributed.on_main(fresh.mkdir)
+            digest = distributed.together(lambda: _write_part(fresh, tensors))
+            sums = {_part(process): its for process, its in distributed.gather_checksums(digest).items()}
+            distributed.on_main(lambda: _write_rest(fresh, state, sums))
     except OSError as error:
         kept = [path.name for path in checkpoints(folder)]
         raise OSError(
@@ -59,7 +59,7 @@ def save_checkpoint(
             if old.name not in stay:
                 shutil.rmtree(old, ignore_errors=True)
 
-    processes.on_main(drop_old)
+    distributed.on_main(drop_old)
     return final
 
 
@@ -68,9 +68,9 @@ def _write_part(folder: Path, tensors: "Mapping[str, Tensor]") -> str:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    if not tensors and not processes.is_main():
+    if not tensors and not distributed.is_main():
         return ""
-    path = folder / _part(processes.rank())
+    path = folder / _part(distributed.rank())
     try:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
         with path.open("rb") as file:
@@ -145,8 +145,8 @@ def load_checkpoint(folder: Path, step: int | None = None) -> "tuple[Saved, dict
         nonlocal chosen
         chosen = _newest_whole(folder, step, complaints)
 
-    processes.on_main(choose)
-    chosen = processes.from_main(chosen)
+    distributed.on_main(choose)
+    chosen = distributed.from_main(chosen)
     if chosen < 0:
         return None
     path = checkpoints(folder)[chosen]
@@ -193,7 +193,7 @@ def fill(parameters: "Mapping[str, Tensor]", tensors: "Mapping[str, Tensor]", pr
             saved = tensors[prefix + name]
             if saved.shape != p.shape:
                 raise ValueError(f"{another} ({name}: {tuple(saved.shape)} there, {tuple(p.shape)} here)")
-            p.copy_(processes.split_like(saved, p))
+            p.copy_(distributed.split_like(saved, p))
 
 
 def fill_optimizer(optimizer, parameters: "dict[str, nn.Parameter]", tensors: "Mapping[str, Tensor]") -> None:
@@ -205,6 +205,6 @@ def fill_optimizer(optimizer, parameters: "dict[str, nn.Parameter]", tensors: "M
             optimizer.state.pop(p, None)
             continue
         step = saved.pop("step", None)  # AdamW's; it keeps it beside the parameter when fused, which is on a GPU
-        optimizer.state[p] = {key: processes.split_like(moment, p) for key, moment in saved.items()}
+        optimizer.state[p] = {key: distributed.split_like(moment, p) for key, moment in saved.items()}
         if step is not None:
             optimizer.state[p]["step"] = step.to(p.device) if p.is_cuda else step

@@ -55,6 +55,13 @@ def sharded() -> bool:
     return True
 
 
+def device() -> str:
+    """Where models compute: on the GPU, where there is one."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def start() -> None:
     """Join the other processes. Call it before anything touches a GPU; calling it twice does no harm."""
     if world() > 1:
@@ -239,11 +246,10 @@ def place(model: "nn.Module", device: Any, blocks: "Iterable[nn.Module]" = ()) -
 
 @functools.cache
 def _mesh():
-    import torch
     from torch.distributed.device_mesh import init_device_mesh
 
     _control_group()
-    return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (world(),))
+    return init_device_mesh(device(), (world(),))
 
 
 def is_sharded(model: "nn.Module") -> bool:

@@ -22,7 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from . import distributed as processes
+from . import distributed
 
 if TYPE_CHECKING:
     pass
@@ -229,8 +229,8 @@ class Run:
         Of several processes, the main one does that; the others only read.
         """
         path = Path(path)
-        return processes.main_first(
-            lambda: cls._create(path, kind, config, resume) if processes.is_main() else cls(path)
+        return distributed.main_first(
+            lambda: cls._create(path, kind, config, resume) if distributed.is_main() else cls(path)
         )
 
     @classmethod
@@ -302,7 +302,7 @@ class Run:
             self._lock = None
 
     def write(self, name: str, value: Any) -> Path:
-        if processes.is_main():
+        if distributed.is_main():
             write_json(self.path / name, value)
         return self.path / name
 
@@ -317,7 +317,7 @@ class Metrics:
     """metrics.jsonl: one flushed line per call; on resume, lines after the checkpoint are dropped."""
 
     def __init__(self, folder: Path, after_step: int | None = None):
-        self.path = folder / "metrics.jsonl" if processes.is_main() else Path(os.devnull)
+        self.path = folder / "metrics.jsonl" if distributed.is_main() else Path(os.devnull)
         if after_step is not None and self.path.is_file():
             kept = [line for line in self.read(folder) if line["step"] <= after_step]
             write_bytes(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())

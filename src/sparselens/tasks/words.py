@@ -24,7 +24,7 @@ class Words:
         self._first = first_token(tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt: in front the token that training sequences start with (data.py), no end token.
+        """Token ids of a prompt: in front the token that training sequences start with (data/batches.py), no end token.
 
         Models lean on their first token. A sparse model that has only ever seen this one there is 1.4 nats away from
         its base on prompts without it, with it 0.17 (SmolLM2-135M, docs/LOG.md).

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ..config import Training
 from ..models.architectures import blocks
-from ..runs import distributed as processes
+from ..runs import distributed
 
 COMPILE_FROM = 500  # steps: fewer would not win back the minute that compiling takes
 HEAD_MULTIPLE = 64  # vocabularies are padded to it
@@ -27,7 +27,7 @@ def faster(models: list[nn.Module], settings: Training, device: str) -> Iterator
     for block in compiled:
         block.compile()  # blocks alike share their compiled code
     heads = []
-    if device == "cuda" and not processes.sharded():
+    if device == "cuda" and not distributed.sharded():
         heads = [head for model in models if (head := pad_head(model)) is not None]
     try:
         with torch._dynamo.config.patch(recompile_limit=VERSIONS) if compiled else nullcontext():
@@ -41,7 +41,7 @@ def faster(models: list[nn.Module], settings: Training, device: str) -> Iterator
 
 def compiles(settings: Training, device: str) -> bool:
     if settings.compile == "auto":
-        return device == "cuda" and settings.steps >= COMPILE_FROM and not processes.sharded()
+        return device == "cuda" and settings.steps >= COMPILE_FROM and not distributed.sharded()
     return settings.compile == "yes"
 
 

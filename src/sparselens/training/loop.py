@@ -4,12 +4,12 @@ The same loop trains the sparse model (with a Constraint), its matched dense con
 (without). Each step:
   1. take the next numbered sequences; the number is all that data order depends on
   2. forward: loss and density, gates sampled or deterministic as the constraint says
-  3. the constraint makes one objective of the two (constraint.py); without gates it is the loss
+  3. the constraint makes one objective of the two (controllers.py); without gates it is the loss
   4. discard the update if anything is not finite; otherwise clip, step, tell the constraint
   5. now and then: evaluate deterministically on held-out text and keep the state the constraint ranks best; write a
      checkpoint
-Several processes (processes.py) share the sequences of a step. Loss and density are those of the whole step everywhere,
-gates are drawn by a sequence's place in it, and so they follow one process with the same batch.
+Several processes share the sequences of a step. Loss and density are those of the whole step everywhere, gates are
+drawn by a sequence's place in it, and so they follow one process with the same batch.
 """
 
 import math
@@ -27,7 +27,7 @@ from ..data.batches import Batches
 from ..models.architectures import blocks
 from ..models.loading import is_gated
 from ..models.memory import out_of_memory
-from ..runs import distributed as processes
+from ..runs import distributed
 from ..runs.checkpoints import checkpoint_states, fill, fill_optimizer, load_checkpoint, save_checkpoint
 from ..runs.run import Metrics, reading
 from .compilation import faster, fused
@@ -98,36 +98,36 @@ def train(stage: Stage, resume: bool = False) -> Best:
     precision = precision_of(settings.precision)
     tracker = None if settings.tracker == "none" else settings.tracker
     AcceleratorState._reset_state()  # accelerate remembers the first precision it saw; each stage has its own
-    processes.start()
-    on_cpu = processes.world() > 1 and not torch.cuda.is_available()
+    distributed.start()
+    on_cpu = distributed.world() > 1 and not torch.cuda.is_available()
     # Autocast's cache would hold a whole bf16 model in every process that has but its share of the weights.
-    handlers = [AutocastKwargs(cache_enabled=not processes.sharded())]
+    handlers = [AutocastKwargs(cache_enabled=not distributed.sharded())]
     accelerator = Accelerator(
         mixed_precision=precision, log_with=tracker, project_dir=str(folder), cpu=on_cpu, kwargs_handlers=handlers
     )
     if tracker:
         accelerator.init_trackers("sparselens", config={"stage": stage.name})
-    processes.place(model, accelerator.device, blocks(model))
+    distributed.place(model, accelerator.device, blocks(model))
     if stage.teacher is not None:
-        processes.place(stage.teacher, accelerator.device, blocks(stage.teacher)).eval()
+        distributed.place(stage.teacher, accelerator.device, blocks(stage.teacher)).eval()
     if settings.gradient_checkpointing:
         # Reentrant checkpointing would lose the edge counts on their way out of the model.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = make_optimizer(parameters, settings)
-    stage.runner = processes.trainable(model)
+    stage.runner = distributed.trainable(model)
 
     progress = Progress()
     if resume:
         progress = restore(stage, parameters, optimizer) or progress
     metrics = Metrics(folder, after_step=progress.step if resume else None)
-    micro = processes.micro_batch(settings.batch, settings.micro_batch, stage.batches.length)
+    micro = distributed.micro_batch(settings.batch, settings.micro_batch, stage.batches.length)
     tokens_per_step = settings.batch * stage.batches.length
     model.train()
-    show = stage.show_progress and processes.is_main()
+    show = stage.show_progress and distributed.is_main()
     bar = tqdm(total=settings.steps, initial=progress.step, desc=stage.name, unit="step", disable=not show)
     models = [model] if stage.teacher is None else [model, stage.teacher]
-    with bar, processes.interruptible() as interrupted, faster(models, settings, accelerator.device.type):
+    with bar, distributed.interruptible() as interrupted, faster(models, settings, accelerator.device.type):
         if progress.step == 0:
             checkpoint(stage, parameters, optimizer, progress)
         while progress.step < settings.steps:
@@ -141,7 +141,7 @@ def train(stage: Stage, resume: bool = False) -> Best:
                 optimizer.zero_grad(set_to_none=True)
                 micro = smaller(stage, micro, step)
             total_loss, total_density = found
-            norm = float(processes.whole(nn.utils.clip_grad_norm_(parameters.values(), settings.clip)))
+            norm = float(distributed.whole(nn.utils.clip_grad_norm_(parameters.values(), settings.clip)))
             progress.data += settings.batch
             progress.step += 1
             if not (math.isfinite(norm) and math.isfinite(total_loss)):
@@ -171,7 +171,7 @@ def train(stage: Stage, resume: bool = False) -> Best:
                 accelerator.log(line | {"tokens_per_second": rate}, step=progress.step)
             bar.set_postfix_str(describe(stage, line, rate), refresh=False)
             bar.update()
-            stopping = processes.any_of(interrupted())
+            stopping = distributed.any_of(interrupted())
             if progress.step % settings.checkpoint_every == 0 or last or stopping:
                 checkpoint(stage, parameters, optimizer, progress)
             if stopping and not last:
@@ -196,15 +196,15 @@ def accumulate(stage: Stage, accelerator, progress: Progress, micro: int, sample
     """
     settings = stage.settings
     total_loss = total_density = 0.0
-    round_size = micro * processes.world()
+    round_size = micro * distributed.world()
     chunks = settings.batch // round_size
     seed = seed_of(settings.seed, progress.step)
     runner = stage.runner or stage.model
     try:
-        for first in range(processes.rank() * micro, settings.batch, round_size):
+        for first in range(distributed.rank() * micro, settings.batch, round_size):
             batch = stage.batches.train(progress.data + first, micro)
             batch = {name: value.to(accelerator.device) for name, value in batch.items()}
-            with processes.accumulating(runner, more=first + round_size < settings.batch):
+            with distributed.accumulating(runner, more=first + round_size < settings.batch):
                 with accelerator.autocast():
                     loss, density = loss_and_density(stage, batch, (seed, first), sample)
                 objective = stage.constraint.objective(loss, density) if stage.constraint else loss
@@ -213,10 +213,10 @@ def accumulate(stage: Stage, accelerator, progress: Progress, micro: int, sample
             total_density += density.item() / chunks
     except (RuntimeError, MemoryError) as error:
         # One process of several cannot do its part again alone: the others wait for it in the middle of theirs.
-        if not out_of_memory(error) or processes.world() > 1:
+        if not out_of_memory(error) or distributed.world() > 1:
             raise
         return None  # not from here: the traceback holds the tensors that were too many
-    loss_of_all, density_of_all = processes.mean(
+    loss_of_all, density_of_all = distributed.mean(
         torch.tensor([total_loss, total_density], dtype=torch.float64)
     ).tolist()
     return loss_of_all, density_of_all
@@ -258,11 +258,11 @@ def loss_and_density(
         with torch.no_grad():
             reference = forward(stage.teacher, batch).logits
         losses = fused(token_kl, output.logits)(reference, output.logits, labels)
-    loss = losses.sum() / processes.mean((labels != -100).sum())
+    loss = losses.sum() / distributed.mean((labels != -100).sum())
     if not gated:
         return loss, torch.zeros((), device=loss.device)
     record = torch.stack(output.attentions)  # [n_layers, batch, n_heads, 2]: edges, pairs
-    return loss, record[..., 0].sum() / processes.mean(record[..., 1].sum())
+    return loss, record[..., 0].sum() / distributed.mean(record[..., 1].sum())
 
 
 def evaluate(
@@ -295,7 +295,7 @@ def evaluate(
         # A budget is judged by what text costs, whatever it was trained on; a constraint by what it constrains.
         judged = by_text if isinstance(stage.constraint, Budget) else (loss, margin)
         progress.best = Best(progress.step, judged[0], density, stage.constraint.met(*judged, density), rank)
-        stage.kept = {name: p.detach().to("cpu", copy=True) for name, p in processes.own_part(parameters).items()}
+        stage.kept = {name: p.detach().to("cpu", copy=True) for name, p in distributed.own_part(parameters).items()}
     return line
 
 
@@ -351,7 +351,7 @@ def discard(stage: Stage, progress: Progress, parameters, optimizer, loss: float
 
 def finite(parameters: dict[str, nn.Parameter]) -> bool:
     """Whether all weights are, in every process."""
-    return not processes.any_of(not all(torch.isfinite(processes.local(p)).all() for p in parameters.values()))
+    return not distributed.any_of(not all(torch.isfinite(distributed.local(p)).all() for p in parameters.values()))
 
 
 def seed_of(seed: int, step: int) -> int:
@@ -393,7 +393,7 @@ def checkpoint(stage: Stage, parameters: dict[str, nn.Parameter], optimizer, pro
     state = vars(progress) | {"best": vars(progress.best)}
     if stage.constraint:
         state["constraint"] = stage.constraint.state()
-    save_checkpoint(stage.folder / "checkpoints", progress.step, processes.own_part(tensors), state)
+    save_checkpoint(stage.folder / "checkpoints", progress.step, distributed.own_part(tensors), state)
 
 
 def restore(stage: Stage, parameters: dict[str, nn.Parameter], optimizer) -> Progress | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..data.batches import Batches
 from ..models.loading import is_gated
 from ..models.memory import out_of_memory
-from ..runs import distributed as processes
+from ..runs import distributed
 
 
 @dataclass
@@ -104,7 +104,7 @@ def measure(
     try:
         return _measure(model, batches, start, count, micro_batch, base, autocast)
     except (RuntimeError, MemoryError) as error:
-        if micro_batch == 1 or not out_of_memory(error) or processes.world() > 1:
+        if micro_batch == 1 or not out_of_memory(error) or distributed.world() > 1:
             raise
     finally:
         model.train(was_training)
@@ -120,7 +120,7 @@ def _measure(model, batches, start, count, micro_batch, base, autocast) -> Measu
     losses, divergences, agreement, correct = (torch.zeros(count, device=device) for _ in range(4))
     queries = torch.zeros((), dtype=torch.int64, device=device)
     record = torch.zeros((), dtype=torch.float64, device=device)
-    for first, n in processes.rounds(count, micro_batch):
+    for first, n in distributed.rounds(count, micro_batch):
         # A process with nothing left to do keeps the others company: a split model needs all of them to run.
         batch = batches.heldout(start + first, max(n, 1))
         batch = {name: value.to(device) for name, value in batch.items()}
@@ -140,13 +140,13 @@ def _measure(model, batches, start, count, micro_batch, base, autocast) -> Measu
             agreement[mine] = (((likeliest == reference.argmax(-1)) & (labels != -100)).sum(1) / used)[:n]
         if gated:
             record = record + torch.stack(output.attentions)[:, :n].double().sum(1)  # [n_layers, n_heads, 2]
-    record = processes.total(record).cpu()
+    record = distributed.total(record).cpu()
     return Measurement(
-        losses=processes.total(losses).cpu(),
-        kl=processes.total(divergences).cpu() if base is not None else None,
+        losses=distributed.total(losses).cpu(),
+        kl=distributed.total(divergences).cpu() if base is not None else None,
         edges=record[..., 0] if gated else None,
         pairs=record[:, 0, 1] if gated else None,
-        queries=int(processes.total(queries)),
-        correct=processes.total(correct).cpu() > 0,
-        agreement=processes.total(agreement).cpu() if base is not None else None,
+        queries=int(distributed.total(queries)),
+        correct=distributed.total(correct).cpu() > 0,
+        agreement=distributed.total(agreement).cpu() if base is not None else None,
     )

@@ -21,7 +21,7 @@ import torch
 from ..config import Sparsify, Text
 from ..models.architectures import architecture, dimensions
 from ..models.loading import SAFE
-from ..runs import distributed as processes
+from ..runs import distributed
 
 GIB = 2**30
 PROCESS = 0.7 * GIB  # Python, PyTorch, what its allocator keeps; on a GPU the CUDA context and workspaces
@@ -195,7 +195,7 @@ class Job:
         training = self.settings.training
         if training.batch % self.gpus:
             raise ValueError(f"batch={training.batch} cannot be shared by {self.gpus} GPUs: choose a multiple of that")
-        micro = processes.micro_batch(training.batch // self.gpus, training.micro_batch, self.length, self.gpu)
+        micro = distributed.micro_batch(training.batch // self.gpus, training.micro_batch, self.length, self.gpu)
         step, layer = count_step(self.config, self.settings, self.length, micro, self.gpu, not self.sharded)
         for name, value in (("micro", micro), ("step", step), ("layer", layer)):
             object.__setattr__(self, name, value)

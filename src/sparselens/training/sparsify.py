@@ -20,7 +20,7 @@ from ..config import Sparsify, Text, Training
 from ..data.batches import Batches, TextBatches, refuse_overlap
 from ..models.architectures import architecture, blocks, dimensions
 from ..models.loading import gate_biases, install_gates, is_gated, load, save
-from ..runs import distributed as processes
+from ..runs import distributed
 from ..runs.run import Metrics, Run
 from .controllers import Budget, Constraint
 from .loop import Best, Stage, precision_of, train
@@ -49,10 +49,10 @@ def sparsify(
     overrides: fields of `Sparsify`, `Training` or `Text` by name, e.g. steps=500, length=256, control=True.
     """
     settings, text = _settings(settings or Sparsify(), text or Text(), overrides)
-    processes.micro_batch(settings.training.batch, settings.training.micro_batch, text.length)
-    processes.start()
-    say = processes.quiet(say)
-    processes.on_main(lambda: Run.check(out, resume))
+    distributed.micro_batch(settings.training.batch, settings.training.micro_batch, text.length)
+    distributed.start()
+    say = distributed.quiet(say)
+    distributed.on_main(lambda: Run.check(out, resume))
     base, tokenizer = load(model)
     if is_gated(base):
         raise ValueError(f"{model} is already sparse; start from a dense model")
@@ -110,7 +110,7 @@ def _settings(settings: Sparsify, text: Text, overrides: dict[str, Any]) -> tupl
 def _text_batches(patterns: list[str], tokenizer, settings: Sparsify, text: Text) -> TextBatches:
     training = settings.training
     refuse_overlap(patterns, list(text.heldout))
-    return processes.main_first(
+    return distributed.main_first(
         lambda: TextBatches(
             patterns,
             tokenizer,
@@ -138,11 +138,11 @@ def sparsify_into(
 ) -> nn.Module:
     """Steps 2 to 4 inside an open Run; returns the sparse model. What a finished stage left there is used again."""
     training = settings.training
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = distributed.device()
     source = base.requires_grad_(False)  # of all copies: with FSDP2 it stays whole, on the CPU
-    base = _place(copy.deepcopy(source) if processes.sharded() else source, device)
+    base = _place(copy.deepcopy(source) if distributed.sharded() else source, device)
     steering = steering_count(batches)
-    micro = processes.micro_batch(training.batch, training.micro_batch, batches.length)
+    micro = distributed.micro_batch(training.batch, training.micro_batch, batches.length)
     precision = precision_of(training.precision)
     autocast = torch.autocast(device, torch.bfloat16, enabled=precision == "bf16")
     with autocast:
@@ -176,10 +176,10 @@ def sparsify_into(
     trained = "KL to base" if kl else "cross-entropy"
     say(f"{budget}, trained on {trained}; target: {_target_of(settings)} at most {target:.4f} nats")
     best = train(Stage("sparse", sparse, folder=run.path, constraint=constraint, **common), resume)
-    plain = processes.collect(sparse, into=_gated_copy(source, settings)) if processes.sharded() else sparse
-    processes.on_main(lambda: save(plain, tokenizer, run.path / "model"))
+    plain = distributed.collect(sparse, into=_gated_copy(source, settings)) if distributed.sharded() else sparse
+    distributed.on_main(lambda: save(plain, tokenizer, run.path / "model"))
     rows.append(result(sparse).row(str(run.path / "model"), "sparse"))
-    if processes.is_main():
+    if distributed.is_main():
         run.write("evaluation.json", rows)
         summary = _summary(rows, best, target, report_count) | {"target_of": _target_of(settings)}
         run.write("summary.json", summary | _cost(run, training.steps * training.batch * batches.length))
@@ -189,7 +189,7 @@ def sparsify_into(
 
 
 def _place(model: nn.Module, device: str) -> nn.Module:
-    return processes.place(model, device, blocks(model))
+    return distributed.place(model, device, blocks(model))
 
 
 def steering_count(batches: Batches) -> int:
@@ -207,11 +207,11 @@ def _control(run: Run, base: nn.Module, tokenizer, common: dict[str, Any], resum
     """The same training without gates. A finished one is not trained again."""
     folder = run.path / "control"
     if (folder / "model").is_dir():
-        return _place(load(folder / "model")[0], "cuda" if torch.cuda.is_available() else "cpu")
+        return _place(load(folder / "model")[0], distributed.device())
     model = _copy(base, common["settings"])
     train(Stage("control", model, folder=folder, **common), resume and folder.is_dir())
-    plain = processes.collect(model, into=_copy(base, common["settings"])) if processes.sharded() else model
-    processes.on_main(lambda: save(plain, tokenizer, folder / "model"))
+    plain = distributed.collect(model, into=_copy(base, common["settings"])) if distributed.sharded() else model
+    distributed.on_main(lambda: save(plain, tokenizer, folder / "model"))
     return model
 
 

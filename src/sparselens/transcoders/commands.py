@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ..config import Text, Transcode
-from ..runs import distributed as processes
+from ..runs import distributed
 from ..runs.run import Run, check_writable, write_json
 from .transcode import transcode
 
@@ -13,6 +13,6 @@ def transcode_command(
 ) -> None:
     check_writable(json)
     transcode(model, data=data, out=out, settings=settings, text=text, resume=resume)
-    if json is not None and processes.is_main():
+    if json is not None and distributed.is_main():
         run = Run(out)
         write_json(json, run.read("results.json") | {"provenance": run.record["provenance"]})

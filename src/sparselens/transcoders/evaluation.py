@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..data.batches import Batches
 from ..models.hooks import patch
-from ..runs import distributed as processes
+from ..runs import distributed
 from ..training.measure import measure
 from .mlp_hooks import observe, replaced
 from .transcoder import Transcoder
@@ -37,10 +37,10 @@ class Variance:
 
     def fvu(self) -> float:
         """Of all processes together."""
-        n, error, square = processes.total(
+        n, error, square = distributed.total(
             torch.tensor([self.n, self.error, self.square], dtype=torch.float64)
         ).tolist()
-        spread = square - processes.total(self.total).pow(2).sum().item() / max(1, n)
+        spread = square - distributed.total(self.total).pow(2).sum().item() / max(1, n)
         return error / spread if spread > 0 else float("nan")
 
 
@@ -85,7 +85,7 @@ def measure_fit(
     n_layers = transcoder.n_layers
     every, after_first = ([Variance(transcoder.d_model) for _ in range(n_layers)] for _ in range(2))
     active, used, n = [0] * n_layers, torch.zeros(n_layers, transcoder.n_features, dtype=torch.bool, device=device), 0
-    for first, some in processes.rounds(count, micro_batch):
+    for first, some in distributed.rounds(count, micro_batch):
         batch = batches.heldout(first, max(some, 1))
         batch = {name: value.to(device) for name, value in batch.items()}
         with autocast or nullcontext():
@@ -108,12 +108,12 @@ def measure_fit(
             every[layer].add(outputs[layer], guess)
             after_first[layer].add(outputs[layer][later], guess[later])
             total = total[:, 1:]
-    n = int(processes.total(torch.tensor(n)))
+    n = int(distributed.total(torch.tensor(n)))
     return Fit(
         fvu=[one.fvu() for one in every],
         fvu_after_first=[one.fvu() for one in after_first],
-        l0=[one / n for one in processes.total(torch.tensor(active)).tolist()],
-        used=(processes.total(used.int()) > 0).float().mean().item(),
+        l0=[one / n for one in distributed.total(torch.tensor(active)).tolist()],
+        used=(distributed.total(used.int()) > 0).float().mean().item(),
     )
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import Transcode
-from ..runs import distributed as processes
+from ..runs import distributed
 from .decoding import decode, entries, read, spread
 from .transcoder import Transcoder, batch_topk_mask, jumprelu, topk_mask
 
@@ -82,12 +82,12 @@ class Learner(nn.Module):
             some = torch.randint(len(x), (n_features,), generator=generator).to(x.device)
             noise = torch.randn(n_features, x.shape[1], generator=generator).to(x.device)
             W_enc = F.normalize(F.normalize(x[some], dim=1) + 0.5 * F.normalize(noise, dim=1), dim=1)
-            self.transcoder.W_enc[layer].copy_(processes.split_like(W_enc, self.transcoder.W_enc[layer]))
+            self.transcoder.W_enc[layer].copy_(distributed.split_like(W_enc, self.transcoder.W_enc[layer]))
             rank = max(1, round(len(x) * k / n_features))
             levels = [(x @ rows.T).topk(rank, 0).values[-1] for rows in W_enc.split(1024)]
             # Twice the threshold at that rank: many equal inputs would else sit exactly on it, neither on nor off.
             b_enc = 2 * self.settings.threshold - torch.cat(levels)
-            self.transcoder.b_enc[layer].copy_(processes.split_like(b_enc, self.transcoder.b_enc[layer]))
+            self.transcoder.b_enc[layer].copy_(distributed.split_like(b_enc, self.transcoder.b_enc[layer]))
 
     def forward(self, inputs: list[Tensor], outputs: list[Tensor], compute: torch.dtype | None = None) -> Losses:
         """The loss terms on raw MLP inputs and outputs, per layer [tokens, d_model]; matrix products in `compute`."""
@@ -96,7 +96,7 @@ class Learner(nn.Module):
         total: Tensor | None = None  # [tokens, layers still to come, d_model]
         errors, l0, fired = [], [], []
         dtype = self.input_mean.dtype  # of the master weights
-        n_tokens = processes.mean(torch.tensor(float(len(inputs[0])))).item()
+        n_tokens = distributed.mean(torch.tensor(float(len(inputs[0])))).item()
         sparsity = dead = self.input_mean.new_zeros(())
         for layer in range(n_layers):
             x = (inputs[layer].to(dtype) - self.input_mean[layer]) / self.input_scale[layer]
@@ -130,7 +130,7 @@ class Learner(nn.Module):
     def note_fired(self, losses: Losses, tokens: int) -> None:
         """Keep count of how long each feature has been silent."""
         for silent, fired in zip(self.silent, losses.fired, strict=True):
-            silent.add_(tokens).masked_fill_(processes.total(fired.int()) > 0, 0)
+            silent.add_(tokens).masked_fill_(distributed.total(fired.int()) > 0, 0)
 
     @property
     def dead(self) -> Tensor:
@@ -161,12 +161,12 @@ class Learner(nn.Module):
             level = threshold.detach()[features]
         else:  # the smallest pre-activation that was chosen
             level = pre[at.tokens, at.features].min() if len(at.tokens) else pre.new_zeros(())
-        return (F.relu(level - z).sum(1) * error).sum() / processes.mean(error.sum()).clamp(min=1e-12)
+        return (F.relu(level - z).sum(1) * error).sum() / distributed.mean(error.sum()).clamp(min=1e-12)
 
     @torch.no_grad()
     def folded(self) -> Transcoder:
         """The transcoder in the model's own units: reads raw MLP inputs, gives raw MLP outputs."""
-        t, whole = self.transcoder, processes.whole
+        t, whole = self.transcoder, distributed.whole
         made = Transcoder(
             t.n_layers, t.n_features, t.d_model, cross_layer=t.cross_layer, activation=t.activation, k=t.k,
             input_hook=t.input_hook, model_name=t.model_name,

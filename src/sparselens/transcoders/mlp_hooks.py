@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.architectures import base_model, dimensions, mlp_modules, parts
-from ..runs import distributed as processes
+from ..runs import distributed
 from .transcoder import Transcoder
 
 
@@ -64,7 +64,7 @@ def observe(model: nn.Module, batch: dict[str, Tensor], hook: str) -> tuple[list
     def writer(layer: int) -> Callable:
         def wrote(module: nn.Module, arguments: tuple, output: Tensor) -> None:
             outputs[layer] = output
-            if layer + 1 == n_layers and not processes.is_sharded(model):  # which would stay open if cut off
+            if layer + 1 == n_layers and not distributed.is_sharded(model):  # which would stay open if cut off
                 raise _Enough
 
         return wrote

@@ -25,7 +25,7 @@ from ..config import Text, Transcode
 from ..data.batches import Batches, TextBatches, refuse_overlap
 from ..models.architectures import architecture, base_model, blocks, dimensions
 from ..models.loading import load
-from ..runs import distributed as processes
+from ..runs import distributed
 from ..runs.checkpoints import fill, fill_optimizer, load_checkpoint, save_checkpoint
 from ..runs.run import Metrics, Run
 from ..training.loop import MAX_BAD_STEPS, Interrupted, precision_of
@@ -61,10 +61,10 @@ def transcode(
     `Text` by name.
     """
     settings, text = _settings(settings or Transcode(), text or Text(), overrides)
-    share = processes.micro_batch(settings.batch, None)
-    processes.start()
-    say, show_progress = processes.quiet(say), show_progress and processes.is_main()
-    processes.on_main(lambda: Run.check(out, resume))
+    share = distributed.micro_batch(settings.batch, None)
+    distributed.start()
+    say, show_progress = distributed.quiet(say), show_progress and distributed.is_main()
+    distributed.on_main(lambda: Run.check(out, resume))
     if isinstance(model, str | Path):
         name = name or str(model)
         model, tokenizer = load(model)
@@ -79,7 +79,7 @@ def transcode(
     batches = (
         data
         if not isinstance(data, str | list)
-        else processes.main_first(lambda: _text_batches(data, tokenizer, settings, text, show_progress))
+        else distributed.main_first(lambda: _text_batches(data, tokenizer, settings, text, show_progress))
     )
     if batches.n_heldout < 1:
         raise ValueError("there are no held-out sequences to measure on; give more data")
@@ -178,12 +178,12 @@ def _transcode_into(
 ) -> Transcoder:
     from tqdm import tqdm
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = distributed.device()
     was_training = model.training
-    processes.place(model.requires_grad_(False) if processes.sharded() else model, device, blocks(model)).eval()
+    distributed.place(model.requires_grad_(False) if distributed.sharded() else model, device, blocks(model)).eval()
     d = dimensions(base_model(model).config)
     learner = Learner(d.n_layers, d.d_model, settings, name)
-    processes.place(learner, device)
+    distributed.place(learner, device)
     optimizer = torch.optim.Adam(learner.parameters(), lr=settings.lr, betas=BETAS, fused=device == "cuda" or None)
     compute = torch.bfloat16 if precision_of(settings.precision) == "bf16" else None
     stage = Stage(run, model, batches, settings, learner, optimizer, compute, say, share)
@@ -194,10 +194,10 @@ def _transcode_into(
         f"{settings.steps} steps of {settings.batch} x {batches.length} tokens"
     )
     progress = (restore(stage) if resume else None) or begin(stage)
-    stage.runner = processes.trainable(learner)
+    stage.runner = distributed.trainable(learner)
     metrics = Metrics(run.path, after_step=progress.step if resume else None)
     bar = tqdm(total=settings.steps, initial=progress.step, desc="transcode", unit="step", disable=not show)
-    with bar, processes.interruptible() as interrupted:
+    with bar, distributed.interruptible() as interrupted:
         while progress.step < settings.steps:
             line = train_step(stage, progress)
             last = progress.step == settings.steps
@@ -207,7 +207,7 @@ def _transcode_into(
                 metrics.log(**line)
                 bar.set_postfix_str(describe(line), refresh=False)
             bar.update()
-            stopping = processes.any_of(interrupted())
+            stopping = distributed.any_of(interrupted())
             if progress.step % settings.checkpoint_every == 0 or last or stopping:
                 checkpoint(stage, progress)
             if stopping and not last:
@@ -243,14 +243,14 @@ def train_step(stage: Stage, progress: Progress) -> dict[str, Any] | None:
     for group in stage.optimizer.param_groups:
         group["lr"] = settings.lr * learning_rate(step, settings)  # type: ignore[arg-type]
     sparsity = settings.sparsity * min(1.0, (step + 1) / max(1.0, settings.sparsity_warmup * settings.steps))
-    inputs, outputs = stage.activations(progress.data + processes.rank() * stage.share, stage.share)
+    inputs, outputs = stage.activations(progress.data + distributed.rank() * stage.share, stage.share)
     losses: Losses = (stage.runner or learner)(inputs, outputs, stage.compute)
     loss = learner.loss(losses, sparsity)
     stage.optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    norm = float(processes.whole(nn.utils.clip_grad_norm_(learner.parameters(), settings.clip)))
-    total_loss = processes.mean(loss).item()
-    n = int(processes.total(torch.tensor(len(inputs[0]))))
+    norm = float(distributed.whole(nn.utils.clip_grad_norm_(learner.parameters(), settings.clip)))
+    total_loss = distributed.mean(loss).item()
+    n = int(distributed.total(torch.tensor(len(inputs[0]))))
     progress.step += 1
     progress.data += settings.batch
     progress.tokens += n
@@ -262,7 +262,7 @@ def train_step(stage: Stage, progress: Progress) -> dict[str, Any] | None:
     learner.note_fired(losses, n)
     seconds = time.perf_counter() - began
     progress.seconds += seconds
-    errors, l0 = processes.mean(losses.errors).tolist(), processes.mean(losses.l0).tolist()
+    errors, l0 = distributed.mean(losses.errors).tolist(), distributed.mean(losses.l0).tolist()
     return {
         "step": progress.step, "loss": total_loss, "fvu": sum(errors) / len(errors), "fvu_per_layer": errors,
         "l0": sum(l0) / len(l0), "l0_per_layer": l0, "dead_share": learner.dead.float().mean().item(),
@@ -297,7 +297,7 @@ def finish(stage: Stage, progress: Progress) -> Transcoder:
     if settings.activation == "batchtopk":
         count = max(1, min(settings.batch * settings.normalise_over, CALIBRATION // stage.batches.length))
         transcoder = transcoder.as_jumprelu([x.float() for x in stage.activations(0, count)[0]])
-    processes.on_main(lambda: transcoder.save(run.path / FOLDER))
+    distributed.on_main(lambda: transcoder.save(run.path / FOLDER))
     results = evaluate(stage, transcoder) | {
         "dead_share": stage.learner.dead.float().mean().item(),
         "heldout_sequences": min(settings.evaluate_sequences, stage.batches.n_heldout),
@@ -340,7 +340,7 @@ def checkpoint(stage: Stage, progress: Progress) -> None:
     tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in stage.learner.state_dict().items()}
     for name, parameter in stage.learner.named_parameters():
         tensors |= {f"adam.{name}.{key}": value for key, value in stage.optimizer.state.get(parameter, {}).items()}
-    save_checkpoint(stage.run.path / "checkpoints", progress.step, processes.own_part(tensors), vars(progress))
+    save_checkpoint(stage.run.path / "checkpoints", progress.step, distributed.own_part(tensors), vars(progress))
 
 
 def restore(stage: Stage) -> Progress | None:

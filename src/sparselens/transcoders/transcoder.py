@@ -150,7 +150,7 @@ class Transcoder(nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path, device: str | None = None) -> "Transcoder":
-        """Read a folder in circuit-tracer's layout, or the transcoder of a Run; see transcoder_files.py."""
+        """Read a folder in circuit-tracer's layout, or the transcoder of a Run; see files.py."""
         from .files import load_transcoder
 
         return load_transcoder(folder, device)
