@@ -69,7 +69,7 @@ def test_closed_edges_are_not_there():
     opened = np.zeros(patcher.shape, bool)
     for _, _, clean, corrupted in patcher._parts():
         seen: list = []
-        patcher._forward(clean, keep_in(seen))
+        decoder.run(clean, keep_in(seen))
         for layer, ((now, _), (then, _)) in enumerate(zip(seen, corrupted, strict=True)):
             opened[layer] |= ((now > 0) | (then > 0)).any(0).numpy()
     assert not patcher.scores()[0][~opened[0]].any()  # (between the two prompts, gates of later layers may open)

@@ -16,11 +16,12 @@ from sparselens.circuits.circuit import Circuit
 from sparselens.circuits.compare import compare, table
 from sparselens.circuits.discover import answered, discover
 from sparselens.circuits.heads import HeadPatcher
-from sparselens.circuits.run import Patcher, trace
+from sparselens.circuits.run import Patcher, run_nodes
 from sparselens.circuits.scores import (
     _differences,
     _embeddings,
     _writer_products,
+    _writes,
     eap,
     exact,
     path_points,
@@ -96,11 +97,11 @@ def test_an_edge_carries_only_its_own_writer():
     patcher = Patcher(decoder, prompts)
     mask = np.zeros_like(decoder.components.possible)
     mask[decoder.components.edge("input->logits")] = True
-    from sparselens.circuits.run import trace
+    from sparselens.circuits.run import run_nodes
     from sparselens.models.hooks import start
 
     clean, corrupted = start(decoder.model, prompts.clean), start(decoder.model, prompts.corrupted)
-    run = trace(decoder, corrupted.embedding)
+    run = run_nodes(decoder, corrupted.embedding)
     with torch.no_grad():
         final = run.final + clean.embedding - corrupted.embedding
         expected = prompts.score(prompts.at_reads(decoder.unembed(final)).double())
@@ -163,8 +164,8 @@ def test_shares_of_what_changes_at_a_reader(family):
     c = decoder.components
     clean, corrupted = _embeddings(decoder, prompts)
     found = torch.zeros(c.n_writers, c.n_writers, dtype=torch.float64)
-    _writer_products(decoder, _differences(decoder, clean, corrupted), found)
-    runs = [trace(decoder, x) for x in (clean, corrupted)]
+    _writer_products(decoder, _differences(decoder, clean, corrupted, _writes(decoder, corrupted)), found)
+    runs = [run_nodes(decoder, x) for x in (clean, corrupted)]
     changes = [runs[0].embedding - runs[1].embedding]
     for layer in range(c.n_layers):
         changes += [*decoder.write_each(layer, runs[0].z[layer] - runs[1].z[layer])]

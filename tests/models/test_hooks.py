@@ -6,7 +6,7 @@ from pairs import random_prompts
 from tiny_models import CONFIGS, tiny_model
 
 from sparselens.circuits.heads import HeadPatcher
-from sparselens.circuits.run import trace
+from sparselens.circuits.run import run_nodes
 from sparselens.config import Gate
 from sparselens.models.architectures import Site
 from sparselens.models.decoder import Decoder
@@ -24,8 +24,8 @@ def test_captured_nodes_are_the_decoders(family):
     with torch.no_grad(), capture(model, ["a0", "a1.h2", "m1"]) as seen:
         begin = start(model, IDS)
     decoder.rotations = begin.rotations
-    run = trace(decoder, begin.embedding)
-    if decoder.gains[0] is None:  # a Trace keeps z with its post-norm factor
+    run = run_nodes(decoder, begin.embedding)
+    if decoder.gains[0] is None:  # NodeValues keep z with its post-norm factor
         assert torch.allclose(seen["a0"].transpose(1, 2), run.z[0], atol=1e-5)
         assert torch.allclose(seen["a1.h2"], run.z[1][:, 2], atol=1e-5)
     if decoder.parts[0].mlp_post is None:

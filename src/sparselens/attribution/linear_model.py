@@ -16,7 +16,7 @@ before its norm, 2 L the end. In parallel blocks (GPT-NeoX) an MLP reads the inp
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -62,15 +62,16 @@ class Block:
     mlp_post: Norm | None
     into_values: Tensor  # [D, H * e]; values repeated for every query head
     out_of_mix: Tensor  # [H * e, D]
+    out_bias: Tensor | None  # [D]
     open_values: Tensor | None  # [T, H * e]: 0 where a clip holds a value constant (OLMo's clip_qkv); None: nowhere
     q: Tensor  # [H, T, e] as compared: clipped, normed, rotated
     k: Tensor
     values: Tensor  # [T, H * e]
-    constant: Tensor  # [T, D]: what attention adds whatever the sources do (biases of norm, values and output)
     residual: Tensor  # [T, D] entering the block
-    mlp_read: Tensor  # [T, D] what the MLP reads, before its norm
-    mlp_in: Tensor  # [T, D] what the MLP module receives
-    mlp_out: Tensor  # [T, D] what the MLP module returned, before a post-norm
+    constant: Tensor = field(init=False)  # [T, D]: what attention adds whatever the sources do (biases)
+    mlp_read: Tensor = field(init=False)  # [T, D] what the MLP reads, before its norm
+    mlp_in: Tensor = field(init=False)  # [T, D] what the MLP module receives
+    mlp_out: Tensor = field(init=False)  # [T, D] what the MLP module returned, before a post-norm
 
 
 @dataclass
@@ -126,27 +127,26 @@ class Frozen:
 
         rewrite: changes to make on the way (interventions.py); None: the model as it is.
         """
-        rewrite = rewrite or Rewrite()
+        self.rewrite = rewrite or Rewrite()
         self._patterns: dict[int, Tensor] = {}
         self.blocks: list[Block] = []
-        self.rewrite = rewrite
         x = self.embedding if self.positions is None else self.embedding + self.positions
-        x = rewrite.embedding(x)
-        for layer in range(self.dims.n_layers):
-            x = self._run_block(layer, x, rewrite)
+        x = self.rewrite.embedding(x)
+        for block in self.decoder.walk(x, self._heads, self._write, self._mlp):
+            x = block.after
         self.final_norm = copy.copy(self.final_norm)  # a copy of this object may be run again, with other denominators
         self.final = self.final_norm(x)
         return self
 
-    def _run_block(self, layer: int, x: Tensor, rewrite: "Rewrite") -> Tensor:
+    def _heads(self, layer: int, x: Tensor) -> Tensor:
+        """The value mixes [T, H * e] of heads reading x [T, D]; begins the layer's Block."""
         p, decoder = self.decoder.parts[layer], self.decoder
-        norms = [
+        norm, attention_post, mlp_norm, mlp_post = (
             None if m is None else Norm(m, x) for m in (p.attention_norm, p.attention_post, p.mlp_norm, p.mlp_post)
-        ]
-        attention_norm, attention_post, mlp_norm, mlp_post = norms
-        y = x if attention_norm is None else attention_norm(x)
+        )
+        y = x if norm is None else norm(x)
         q, k, v = (decoder.project(layer, through, y[None])[0] for through in "qkv")
-        bias = torch.zeros_like(x) if attention_norm is None else attention_norm.bias.expand_as(x)
+        bias = torch.zeros_like(x) if norm is None else norm.bias.expand_as(x)
         steady = decoder.project(layer, "v", bias[None])[0]  # values without any signal
         free = None
         if p.clip is not None:
@@ -155,26 +155,35 @@ class Frozen:
             steady, free = torch.where(free, steady, v), free.to(v).transpose(0, 1).flatten(1)
         q, k = self.aim(layer, q, k)
         into = p.weights["v"][0].repeat_interleave(decoder.group, 0).permute(1, 0, 2).flatten(1)
-        out, out_bias = p.output
-        values = v.transpose(0, 1).flatten(1)
+        values, steady = (t.transpose(0, 1).flatten(1) for t in (v, steady))
         block = Block(
-            attention_norm, attention_post, mlp_norm, mlp_post, into, out.flatten(0, 1), free, q, k, values,
-            x, x, x, x, x,
+            norm, attention_post, mlp_norm, mlp_post, into, p.output[0].flatten(0, 1), p.output[1], free, q, k,
+            values, residual=x,
         )  # fmt: skip
         self.blocks.append(block)
-        z = rewrite.mix(layer, self.mix(layer, values[None])[0])
-        written = z @ block.out_of_mix + (0 if out_bias is None else out_bias)
-        written = written if attention_post is None else attention_post(written)
-        after = x + written
-        block.residual = x
-        block.mlp_read = x if self.parallel else after
-        block.mlp_in = block.mlp_read if mlp_norm is None else mlp_norm(block.mlp_read)
-        block.mlp_out = p.mlp(block.mlp_in[None])[0]
-        block.mlp_out = rewrite.mlp(layer, block)
-        constant = rewrite.mix(layer, self.mix(layer, steady.transpose(0, 1).flatten(1)[None])[0]) @ block.out_of_mix
-        constant = constant if out_bias is None else constant + out_bias
-        block.constant = constant if attention_post is None else attention_post.push(constant) + attention_post.bias
-        return after + (block.mlp_out if mlp_post is None else mlp_post(block.mlp_out))
+        block.constant = self.rewrite.mix(layer, self.mix(layer, steady[None])[0])
+        return self.rewrite.mix(layer, self.mix(layer, values[None])[0])
+
+    def _write(self, layer: int, z: Tensor) -> Tensor:
+        """What attention adds to the residual stream [T, D], and how much of it no source has a say in."""
+        block = self.blocks[layer]
+        written, block.constant = (
+            mixed @ block.out_of_mix + (0 if block.out_bias is None else block.out_bias)
+            for mixed in (z, block.constant)
+        )
+        post = block.attention_post
+        if post is not None:
+            written, block.constant = post(written), post.push(block.constant) + post.bias
+        return written
+
+    def _mlp(self, layer: int, x: Tensor) -> Tensor:
+        """What the MLP adds to the residual stream [T, D] when it reads x."""
+        block = self.blocks[layer]
+        block.mlp_read = x
+        block.mlp_in = x if block.mlp_norm is None else block.mlp_norm(x)
+        block.mlp_out = self.decoder.parts[layer].mlp(block.mlp_in[None])[0]
+        block.mlp_out = self.rewrite.mlp(layer, block)
+        return block.mlp_out if block.mlp_post is None else block.mlp_post(block.mlp_out)
 
     # ---- attention ----
 

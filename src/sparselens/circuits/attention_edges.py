@@ -88,7 +88,7 @@ class AttentionPatcher:
         total = torch.zeros(self.shape, dtype=torch.float64)
         for _, _, clean, _ in self._parts():
             kept: list[tuple[Tensor, Tensor]] = []
-            self._forward(clean, keep_in(kept))
+            self.decoder.run(clean, keep_in(kept))
             total += torch.stack([weights.double().sum(0).cpu() for weights, _ in kept])
         return (total / len(self.prompts)).numpy()
 
@@ -104,7 +104,7 @@ class AttentionPatcher:
             self.decoder.rotations = begin.rotations
             corrupted: list[tuple[Tensor, Tensor]] = []
             with torch.no_grad():
-                self._forward(other.embedding, keep_in(corrupted))
+                self.decoder.run(other.embedding, keep_in(corrupted))
             yield some, part, begin.embedding, corrupted
 
     def _metric(self, mask: Tensor, part: Prompts, x: Tensor, corrupted: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -112,15 +112,7 @@ class AttentionPatcher:
             old_weights, old_values = corrupted[layer]
             return (mask[layer] * weights) @ values + ((1 - mask[layer]) * old_weights) @ old_values
 
-        return part.score(self.decoder.unembed(part.at_reads(self._forward(x, mix))).double())
-
-    def _forward(self, x: Tensor, mix: Callable[[int, Tensor, Tensor], Tensor]) -> Tensor:
-        """The last residual stream; `mix(layer, weights, values)` gives the heads' value mixes."""
-        decoder = self.decoder
-        for layer in range(decoder.dims.n_layers):
-            after = x + decoder.write(layer, mix(layer, *decoder.attend(layer, x)))
-            x = after + decoder.mlp(layer, x if decoder.components.parallel else after)
-        return x
+        return part.score(self.decoder.unembed(part.at_reads(self.decoder.run(x, mix))).double())
 
 
 def attention_curve(

@@ -11,6 +11,9 @@ its own z W_O times that one factor. The factor is taken from the run at hand, n
 what the block writes, in the clean run, in the corrupted run and in every circuit between them.
 """
 
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +22,20 @@ from ..gating import gated_attention, gated_pattern
 from .architectures import base_model, dimensions, parallel_blocks, parts, rms_gain, unembed
 from .component_graph import Components
 from .loading import gate_biases, is_gated
+
+Step = Callable[[int, Tensor], Tensor]  # (layer, what a part reads) -> what it makes of it
+Mix = Callable[[int, Tensor, Tensor], Tensor]  # (layer, weights [..., queries, keys], values) -> the heads' value mixes
+
+
+class BlockValues(NamedTuple):
+    """What one block read and wrote. [batch, tokens, d_model] where nothing else is said."""
+
+    layer: int
+    residual: Tensor  # entering the block
+    z: Tensor  # [batch, n_heads, tokens, d_head]
+    mlp_in: Tensor  # the residual stream as the MLP reads it, before its norm
+    mlp_out: Tensor  # what the MLP added
+    after: Tensor  # the residual stream leaving the block
 
 
 class Decoder:
@@ -178,6 +195,33 @@ class Decoder:
         """The value mix of all heads reading the same x."""
         y = self.read(layer, x)
         return self.mix(layer, *(self.project(layer, through, y) for through in "qkv"))
+
+    def walk(
+        self, x: Tensor, heads: Step | None = None, write: Step | None = None, mlp: Step | None = None
+    ) -> Iterator[BlockValues]:
+        """The forward pass, block by block, from the embeddings x. Parts given here take the place of the model's own.
+
+        heads(layer, residual stream) -> z; write(layer, z) -> what attention adds; mlp(layer, what it reads) -> what it
+        adds. Whoever brings them chooses the shapes.
+        """
+        heads, write, mlp = heads or self.heads, write or self.write, mlp or self.mlp
+        for layer in range(self.dims.n_layers):
+            z = heads(layer, x)
+            after = x + write(layer, z)
+            mlp_in = x if self.components.parallel else after
+            mlp_out = mlp(layer, mlp_in)
+            values = BlockValues(layer, x, z, mlp_in, mlp_out, after + mlp_out)
+            x = values.after
+            yield values
+
+    def run(self, x: Tensor, mix: Mix) -> Tensor:
+        """The last residual stream, from the embeddings x, when `mix` takes the place of weights @ values.
+
+        The weights are softmax times gate, [batch, n_heads, queries, keys].
+        """
+        for block in self.walk(x, heads=lambda layer, x: mix(layer, *self.attend(layer, x))):
+            x = block.after
+        return x
 
     def unembed(self, x: Tensor) -> Tensor:
         return unembed(self.model, x)
