@@ -12,7 +12,6 @@ from sparselens.circuits.attention_edges import MOST, AttentionPatcher, attentio
 from sparselens.circuits.heads import HeadPatcher
 from sparselens.config import Gate
 from sparselens.models.decoder import Decoder
-from sparselens.models.hooks import start
 from sparselens.models.loading import install_gates
 from sparselens.tasks.prompts import of_common_length
 
@@ -33,7 +32,7 @@ def test_all_edges_are_the_model_and_whole_heads_are_heads(family, make):
     for layer, head in kept:
         some[layer, head] = full[layer, head]
     found = patcher.run(np.stack([full, some, np.zeros_like(full)]))
-    own = prompts.score(prompts.at_reads(start(model, prompts.clean).logits).double())
+    own = prompts.score(prompts.at_reads(model(prompts.clean).logits).double())
     assert torch.allclose(found[0], own, atol=1e-6)
     everything = [(layer, head) for layer in range(2) for head in range(4)]
     assert torch.allclose(found, HeadPatcher(model, prompts).run([everything, kept, []]), atol=1e-5)

@@ -19,7 +19,6 @@ from sparselens.circuits.heads import HeadPatcher
 from sparselens.circuits.run import Patcher, run_nodes
 from sparselens.circuits.scores import (
     _differences,
-    _embeddings,
     _writer_products,
     _writes,
     eap,
@@ -97,13 +96,9 @@ def test_an_edge_carries_only_its_own_writer():
     patcher = Patcher(decoder, prompts)
     mask = np.zeros_like(decoder.components.possible)
     mask[decoder.components.edge("input->logits")] = True
-    from sparselens.circuits.run import run_nodes
-    from sparselens.models.hooks import start
-
-    clean, corrupted = start(decoder.model, prompts.clean), start(decoder.model, prompts.corrupted)
-    run = run_nodes(decoder, corrupted.embedding)
+    clean, corrupted = decoder.begin(prompts.clean), decoder.begin(prompts.corrupted)
     with torch.no_grad():
-        final = run.final + clean.embedding - corrupted.embedding
+        final = run_nodes(decoder, corrupted).final + clean - corrupted
         expected = prompts.score(prompts.at_reads(decoder.unembed(final)).double())
     assert torch.allclose(patcher.run(mask[None])[0], expected, atol=1e-5)
 
@@ -162,7 +157,7 @@ def test_shares_of_what_changes_at_a_reader(family):
     """From inner products made in pieces, against what every writer and the whole residual stream really change."""
     decoder, prompts = Decoder(tiny_model(family).double()), random_prompts(5, 6)
     c = decoder.components
-    clean, corrupted = _embeddings(decoder, prompts)
+    clean, corrupted = decoder.begin(prompts.clean), decoder.begin(prompts.corrupted)
     found = torch.zeros(c.n_writers, c.n_writers, dtype=torch.float64)
     _writer_products(decoder, _differences(decoder, clean, corrupted, _writes(decoder, corrupted)), found)
     runs = [run_nodes(decoder, x) for x in (clean, corrupted)]

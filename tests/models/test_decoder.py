@@ -6,7 +6,7 @@ from tiny_models import CONFIGS, tiny_model
 
 from sparselens.config import Gate
 from sparselens.models.decoder import Decoder
-from sparselens.models.hooks import patch, start
+from sparselens.models.hooks import patch
 from sparselens.models.loading import install_gates
 
 IDS = torch.randint(2, 64, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -20,10 +20,9 @@ def test_the_walk_is_the_model_and_attention_can_be_changed_on_the_way(family, g
     model = tiny_model(family)
     model = install_gates(model, Gate(bias=0.3)) if gated else model
     decoder = Decoder(model)
-    begin = start(model, IDS)
-    decoder.rotations = begin.rotations
-    *_, last = decoder.walk(begin.embedding)
-    torch.testing.assert_close(decoder.unembed(last.after), begin.logits, rtol=1e-4, atol=1e-4)
+    embedding = decoder.begin(IDS)
+    *_, last = decoder.walk(embedding)
+    torch.testing.assert_close(decoder.unembed(last.after), model(IDS).logits, rtol=1e-4, atol=1e-4)
 
     def without(layer, weights, values):
         kept = weights.clone()
@@ -32,4 +31,4 @@ def test_the_walk_is_the_model_and_attention_can_be_changed_on_the_way(family, g
 
     with patch(model, {"a1.h2": 0.0}):
         silenced = model(IDS).logits
-    torch.testing.assert_close(decoder.unembed(decoder.run(begin.embedding, without)), silenced, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(decoder.unembed(decoder.run(embedding, without)), silenced, rtol=1e-4, atol=1e-4)

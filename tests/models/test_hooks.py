@@ -10,7 +10,7 @@ from sparselens.circuits.run import run_nodes
 from sparselens.config import Gate
 from sparselens.models.architectures import Site
 from sparselens.models.decoder import Decoder
-from sparselens.models.hooks import capture, patch, start
+from sparselens.models.hooks import capture, patch
 from sparselens.models.loading import install_gates
 
 IDS = torch.randint(2, 64, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -22,9 +22,8 @@ def test_captured_nodes_are_the_decoders(family):
     model = tiny_model(family)
     decoder = Decoder(model)
     with torch.no_grad(), capture(model, ["a0", "a1.h2", "m1"]) as seen:
-        begin = start(model, IDS)
-    decoder.rotations = begin.rotations
-    run = run_nodes(decoder, begin.embedding)
+        embedding, _ = decoder.begin_with_logits(IDS)
+    run = run_nodes(decoder, embedding)
     if decoder.gains[0] is None:  # NodeValues keep z with its post-norm factor
         assert torch.allclose(seen["a0"].transpose(1, 2), run.z[0], atol=1e-5)
         assert torch.allclose(seen["a1.h2"], run.z[1][:, 2], atol=1e-5)

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from ..gating import allowed_pairs, gated_pattern
 from ..models.architectures import position_embeddings, rms_gain, unembedding
 from ..models.decoder import Decoder
-from ..models.hooks import start
 from ..models.norms import Norm
 from ..models.norms import pull as _pull
 from ..models.norms import push as _push
@@ -107,15 +106,12 @@ class Frozen:
     def __init__(self, model: nn.Module, ids: Tensor):
         self.decoder = Decoder(model)
         self.dims, self.n_tokens, self.ids = self.decoder.dims, len(ids), ids
-        begun = start(model, ids[None], last=1)
-        assert begun.logits is not None
-        self.decoder.rotations = begun.rotations
-        self.own_logits = begun.logits[0, -1]
+        embedding, logits = (t[0] for t in self.decoder.begin_with_logits(ids[None]))
+        self.own_logits = logits[-1]
         self.parallel = self.decoder.components.parallel
         final, self.unembed_weight, self.unembed_bias = unembedding(model)
-        self.final_norm = Norm(final, begun.embedding)
+        self.final_norm = Norm(final, embedding)
         self.softcap = getattr(self.decoder.config, "final_logit_softcapping", None)
-        embedding = begun.embedding[0]
         positions = position_embeddings(model, self.n_tokens)
         self.positions = None if positions is None else positions.detach().to(embedding)
         self.embedding = embedding if self.positions is None else embedding - self.positions
@@ -209,12 +205,8 @@ class Frozen:
 
     def rotate(self, layer: int, q: Tensor, k: Tensor, at: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rotary embedding of q and k [H, T, e]; `at`: the positions of the T rows instead of 0 .. T - 1."""
-        rotation, rotate = self.decoder.rotations[layer], self.decoder.parts[layer].rotate
-        if rotation is None or rotate is None:
-            return q, k
-        cos, sin = (t if at is None else t[:, at] for t in rotation)
-        turned = rotate(q[None], k[None], cos.to(q), sin.to(q))
-        return turned[0][0], turned[1][0]
+        q, k = self.decoder.rotate(layer, q[None], k[None], at)
+        return q[0], k[0]
 
     def pattern(self, layer: int, heads: slice = slice(None)) -> Tensor:
         """What multiplies the values: softmax, times the gate in a sparse model. [heads, T queries, T keys]."""

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ..gating import allowed_pairs
 from ..models.decoder import Decoder
-from ..models.hooks import start
 from ..runs import distributed
 from ..tasks.prompts import Prompts, of_common_length
 from .faithfulness import THRESHOLDS, Curve, NoEffect, log_sizes, refined_curve
@@ -100,12 +99,11 @@ class AttentionPatcher:
         for first in range(0, len(prompts), self.at_once):
             some = slice(first, first + self.at_once)
             part = prompts.take(some)
-            begin, other = (start(self.decoder.model, ids, logits=False) for ids in (part.clean, part.corrupted))
-            self.decoder.rotations = begin.rotations
+            clean, other = (self.decoder.begin(ids) for ids in (part.clean, part.corrupted))
             corrupted: list[tuple[Tensor, Tensor]] = []
             with torch.no_grad():
-                self.decoder.run(other.embedding, keep_in(corrupted))
-            yield some, part, begin.embedding, corrupted
+                self.decoder.run(other, keep_in(corrupted))
+            yield some, part, clean, corrupted
 
     def _metric(self, mask: Tensor, part: Prompts, x: Tensor, corrupted: list[tuple[Tensor, Tensor]]) -> Tensor:
         def mix(layer: int, weights: Tensor, values: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..models.decoder import Decoder, Step
-from ..models.hooks import start
 from ..runs import distributed
 from ..tasks.prompts import Prompts
 
@@ -102,12 +101,7 @@ class Patcher:
 
     def _embeddings(self, ids: Tensor) -> Tensor:
         """What the model feeds its first block."""
-        parts = []
-        for some in ids.split(PROMPTS_AT_ONCE):
-            run = start(self.decoder.model, some, logits=False)
-            self.decoder.rotations = run.rotations
-            parts.append(run.embedding)
-        return torch.cat(parts)
+        return torch.cat([self.decoder.begin(some) for some in torch.split(ids, PROMPTS_AT_ONCE)])
 
     def _prepare_base(self) -> NodeValues | None:
         """The base of all prompts, where it is worth keeping; None: made again for every batch."""

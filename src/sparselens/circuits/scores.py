@@ -35,7 +35,6 @@ import torch
 from torch import Tensor
 
 from ..models.decoder import Decoder
-from ..models.hooks import start
 from ..models.memory import SLICES, WRITERS_AT_ONCE
 from ..runs import distributed
 from ..tasks.prompts import Prompts
@@ -76,7 +75,7 @@ def eap(
     for first in range(0, len(own), n_at_once):
         some = own[first : first + n_at_once]
         part = prompts.take(some)
-        clean, corrupted = _embeddings(decoder, part)
+        clean, corrupted = decoder.begin(part.clean), decoder.begin(part.corrupted)
         if base is None:
             differences = _differences(decoder, clean, corrupted, _writes(decoder, corrupted))
         else:
@@ -148,12 +147,6 @@ def exact(patcher: Patcher, progress: Callable[[int], None] = lambda n: None) ->
     # Circuits run in batches of different shapes round differently; an edge that does nothing should score nothing.
     noise = 1e-6 * float((patcher.m_model - patcher.m_nothing).abs().mean())
     return np.where(np.abs(scores) > noise, scores, 0.0).reshape(c.possible.shape)
-
-
-def _embeddings(decoder: Decoder, prompts: Prompts) -> tuple[Tensor, Tensor]:
-    clean, corrupted = (start(decoder.model, ids, logits=False) for ids in (prompts.clean, prompts.corrupted))
-    decoder.rotations = clean.rotations
-    return clean.embedding, corrupted.embedding
 
 
 @torch.no_grad()
