@@ -12,12 +12,12 @@ from sparselens.circuits.attention_edges import MOST, AttentionPatcher, attentio
 from sparselens.circuits.heads import HeadPatcher
 from sparselens.config import Gate
 from sparselens.models.decoder import Decoder
-from sparselens.models.loading import install_gates
+from sparselens.models.loading import add_gates
 from sparselens.tasks.prompts import of_common_length
 
 
 def gated(family: str, bias: float = 0.3):
-    return install_gates(tiny_model(family), Gate(bias=bias))
+    return add_gates(tiny_model(family), Gate(bias=bias))
 
 
 @pytest.mark.parametrize("make", [tiny_model, gated], ids=["dense", "gated"])

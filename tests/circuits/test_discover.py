@@ -31,7 +31,7 @@ from sparselens.cli import main
 from sparselens.config import Gate, Search
 from sparselens.models.architectures import Dimensions, mlp_width
 from sparselens.models.decoder import Decoder
-from sparselens.models.loading import install_gates, save
+from sparselens.models.loading import add_gates, save
 from sparselens.models.memory import PeakMemory, estimate_memory
 from sparselens.tasks import Pair, Task
 
@@ -43,7 +43,7 @@ def large_vocabulary(size: int):
 
 
 def gated(family: str, bias: float = 0.3):
-    return install_gates(tiny_model(family), Gate(bias=bias))
+    return add_gates(tiny_model(family), Gate(bias=bias))
 
 
 @pytest.mark.parametrize("ablation", ["corrupted", "mean", "zero"])

@@ -7,7 +7,7 @@ from tiny_models import CONFIGS, tiny_model
 from sparselens.config import Gate
 from sparselens.models.decoder import Decoder
 from sparselens.models.hooks import patch
-from sparselens.models.loading import install_gates
+from sparselens.models.loading import add_gates
 
 IDS = torch.randint(2, 64, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -18,7 +18,7 @@ IDS = torch.randint(2, 64, (2, 9), generator=torch.Generator().manual_seed(0))
 def test_the_walk_is_the_model_and_attention_can_be_changed_on_the_way(family, gated):
     """Weights of one head set to zero: the model with that head silenced."""
     model = tiny_model(family)
-    model = install_gates(model, Gate(bias=0.3)) if gated else model
+    model = add_gates(model, Gate(bias=0.3)) if gated else model
     decoder = Decoder(model)
     embedding = decoder.begin(IDS)
     *_, last = decoder.walk(embedding)

@@ -11,7 +11,7 @@ from sparselens.config import Gate
 from sparselens.models.architectures import Site
 from sparselens.models.decoder import Decoder
 from sparselens.models.hooks import capture, patch
-from sparselens.models.loading import install_gates
+from sparselens.models.loading import add_gates
 
 IDS = torch.randint(2, 64, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -74,7 +74,7 @@ def test_sites():
 def test_keeping_all_heads_is_the_model_and_none_is_all_corrupted(gated):
     model, prompts = tiny_model("llama"), random_prompts()
     if gated:
-        install_gates(model, Gate(bias=0.5))
+        add_gates(model, Gate(bias=0.5))
     patcher = HeadPatcher(model, prompts, at_once=3)
     everything = [(layer, head) for layer in range(2) for head in range(4)]
     full, none = patcher.run([everything, []])

@@ -40,7 +40,7 @@ from .faithfulness import (
     refine,
     refined_curve,
 )
-from .heads import HeadPatcher, token_edges
+from .heads import HeadPatcher, open_edges
 from .run import Patcher
 from .scores import MOST_EXACT, eap, exact
 
@@ -226,7 +226,7 @@ def _discover(
             except NoEffect as error:
                 say(f"{name}: no circuit by token: {error}")
     if is_gated(base_model(model)):
-        circuit.results["token_edges"] = token_edges(model, heldout)
+        circuit.results["token_edges"] = open_edges(model, heldout)
     circuit.results["circuit"] = [[edge, score] for edge, score in circuit.edges[:5000]]
     circuit.results["seconds"] = {
         "scoring": round(scored - began, 1), "curve": round(drawn - scored, 1),
