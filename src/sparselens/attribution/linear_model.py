@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..gating import allowed_pairs, gated_pattern
-from ..models.architectures import position_embeddings, rms_gain, unembedding
+from ..models.architectures import position_embeddings, rms_gain, softcapped, unembedding
 from ..models.decoder import Decoder
 from ..models.norms import Norm
 from ..models.norms import pull as _pull
@@ -109,9 +109,8 @@ class Frozen:
         embedding, logits = (t[0] for t in self.decoder.begin_with_logits(ids[None]))
         self.own_logits = logits[-1]
         self.parallel = self.decoder.components.parallel
-        final, self.unembed_weight, self.unembed_bias = unembedding(model)
+        final, self.unembed_weight, self.unembed_bias, self.softcap = unembedding(model)
         self.final_norm = Norm(final, embedding)
-        self.softcap = getattr(self.decoder.config, "final_logit_softcapping", None)
         positions = position_embeddings(model, self.n_tokens)
         self.positions = None if positions is None else positions.detach().to(embedding)
         self.embedding = embedding if self.positions is None else embedding - self.positions
@@ -362,7 +361,7 @@ class Frozen:
         """Logits at a position, the last by default, [vocabulary]; before the softcap (Gemma) unless `capped`."""
         raw = self.final[at] @ self.unembed_weight
         raw = raw if self.unembed_bias is None else raw + self.unembed_bias
-        return raw if not capped or self.softcap is None else torch.tanh(raw / self.softcap) * self.softcap
+        return softcapped(raw, self.softcap) if capped else raw
 
     def reads(self, stage: int, norm: Norm | None, at: Tensor, vectors: Tensor, constants: Tensor) -> Reads:
         """n readings of the normed residual stream at a stage: vectors [n, D], at positions [n], plus constants [n]."""
