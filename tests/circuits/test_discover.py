@@ -22,6 +22,7 @@ from sparselens.circuits.scores import (
     _writer_products,
     _writes,
     eap,
+    estimate_memory,
     exact,
     path_points,
     reader_shares,
@@ -32,7 +33,7 @@ from sparselens.config import Gate, Search
 from sparselens.models.architectures import Dimensions, mlp_width
 from sparselens.models.decoder import Decoder
 from sparselens.models.loading import add_gates, save
-from sparselens.models.memory import PeakMemory, estimate_memory
+from sparselens.models.memory import PeakMemory
 from sparselens.tasks import Pair, Task
 
 

@@ -24,10 +24,7 @@ from torch import Tensor, nn
 
 from ..gating import allowed_pairs, gated_pattern
 from ..models.architectures import position_embeddings, rms_gain, softcapped, unembedding
-from ..models.decoder import Decoder
-from ..models.norms import Norm
-from ..models.norms import pull as _pull
-from ..models.norms import push as _push
+from ..models.decoder import Decoder, Norm, pull_through, push_through
 
 CACHE = 2**28  # bytes of attention patterns kept; larger ones are made again, a few heads at a time, when needed
 TOLERANCE = 1e-4  # of the largest logit: how far our run may be from the model's own
@@ -263,7 +260,7 @@ class Frozen:
     def to_values(self, layer: int, x: Tensor, at: Tensor | None = None) -> Tensor:
         """Signals in the residual stream [n, T, D] (or [n, D] at positions) -> in the values [n, T, H * e]."""
         block = self.blocks[layer]
-        v = _push(block.attention_norm, x, at) @ block.into_values
+        v = push_through(block.attention_norm, x, at) @ block.into_values
         if block.open_values is None:
             return v
         return v * (block.open_values if at is None else block.open_values[at])
@@ -273,15 +270,15 @@ class Frozen:
         block = self.blocks[layer]
         if block.open_values is not None:
             g = g * (block.open_values if at is None else block.open_values[at])
-        return _pull(block.attention_norm, g @ block.into_values.T, at)
+        return pull_through(block.attention_norm, g @ block.into_values.T, at)
 
     def from_mix(self, layer: int, z: Tensor, at: Tensor | None = None) -> Tensor:
         """Signals in the value mixes -> what attention adds to the residual stream."""
-        return _push(self.blocks[layer].attention_post, z @ self.blocks[layer].out_of_mix, at)
+        return push_through(self.blocks[layer].attention_post, z @ self.blocks[layer].out_of_mix, at)
 
     def to_mix(self, layer: int, g: Tensor, at: Tensor | None = None) -> Tensor:
         """The transpose of `from_mix`."""
-        return _pull(self.blocks[layer].attention_post, g, at) @ self.blocks[layer].out_of_mix.T
+        return pull_through(self.blocks[layer].attention_post, g, at) @ self.blocks[layer].out_of_mix.T
 
     def attend(self, layer: int, x: Tensor) -> Tensor:
         """The linear part of attention: [n, T, D] -> [n, T, D]."""
@@ -296,7 +293,7 @@ class Frozen:
 
     def write(self, place: int, w: Tensor, at: Tensor | None = None) -> Tensor:
         """What is written at a place -> what enters the residual stream there (a post-norm lies between)."""
-        return w if place == 0 else _push(self.blocks[place - 1].mlp_post, w, at)
+        return w if place == 0 else push_through(self.blocks[place - 1].mlp_post, w, at)
 
     @torch.no_grad()
     def pull(self, reads: Reads, respond: Callable[[int, Tensor], Tensor] | None = None) -> Iterator[Pulled]:
@@ -315,7 +312,7 @@ class Frozen:
 
         inject(2 * self.dims.n_layers)
         for layer in range(min(top // 2, self.dims.n_layers - 1), -1, -1):
-            at_mlp = _pull(self.blocks[layer].mlp_post, g)
+            at_mlp = pull_through(self.blocks[layer].mlp_post, g)
             if at_mlp is g:
                 at_mlp = g.clone()  # g goes on changing
             through_mlp = 0 if respond is None else respond(layer, at_mlp)
@@ -366,7 +363,7 @@ class Frozen:
     def reads(self, stage: int, norm: Norm | None, at: Tensor, vectors: Tensor, constants: Tensor) -> Reads:
         """n readings of the normed residual stream at a stage: vectors [n, D], at positions [n], plus constants [n]."""
         extra = 0 if norm is None else vectors @ norm.bias
-        return Reads(torch.full_like(at, stage), at, _pull(norm, vectors, at), constants + extra)
+        return Reads(torch.full_like(at, stage), at, pull_through(norm, vectors, at), constants + extra)
 
 
 class Rewrite:

@@ -23,7 +23,6 @@ from ..config import Search
 from ..models.architectures import base_model, dimensions, mlp_width
 from ..models.decoder import Decoder
 from ..models.loading import is_gated
-from ..models.memory import estimate_memory
 from ..runs import distributed
 from ..tasks.prompts import Prompts, build
 from .attention_edges import attention_curve
@@ -42,7 +41,7 @@ from .faithfulness import (
 )
 from .heads import HeadPatcher, open_edges
 from .run import Patcher
-from .scores import MOST_EXACT, eap, exact
+from .scores import MOST_EXACT, eap, estimate_memory, exact
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from ..gating import gated_attention, gated_pattern
-from ..gating.noise import later_seed, layer_seed
+from ..gating.reference import later_seed, layer_seed
 from .architectures import architecture
 
 NAME = "sparselens"
