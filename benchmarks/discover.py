@@ -17,10 +17,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from sparselens.circuits.circuit import Circuit
 from sparselens.circuits.faithfulness import log_sizes
 from sparselens.circuits.run import Patcher
-from sparselens.circuits.scores import eap
+from sparselens.circuits.scores import eap, estimate_memory
 from sparselens.models.architectures import mlp_width
 from sparselens.models.decoder import Decoder
-from sparselens.models.memory import PeakMemory, estimate_memory
+from sparselens.models.memory import PeakMemory
 from sparselens.runs.run import provenance, write_json
 from sparselens.tasks import Pair
 from sparselens.tasks.prompts import Prompts

@@ -25,7 +25,7 @@ from sparselens.circuits.run import Patcher
 from sparselens.circuits.scores import eap
 from sparselens.config import Gate, Sparsify, Training, Transcode
 from sparselens.models.decoder import Decoder
-from sparselens.models.loading import install_gates
+from sparselens.models.loading import add_gates
 from sparselens.models.memory import PeakMemory
 from sparselens.runs.run import provenance, write_json
 from sparselens.tasks import Pair
@@ -124,7 +124,7 @@ def model_of(layers: int, heads: int, tokens: int, gated: bool = False) -> nn.Mo
         max_position_embeddings=max(64, tokens), bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
-    return (install_gates(model, Gate()) if gated else model).eval()
+    return (add_gates(model, Gate()) if gated else model).eval()
 
 
 def text_of(prompts: int, tokens: int) -> dict[str, Tensor]:

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, OlmoConfig, OlmoForCausalLM
 
-from sparselens.circuits.scores import eap
+from sparselens.circuits.scores import eap, estimate_memory
 from sparselens.config import Sparsify, Training
 from sparselens.models.architectures import base_model, blocks, mlp_width
 from sparselens.models.component_graph import Components
 from sparselens.models.decoder import Decoder
 from sparselens.models.loading import NAME
-from sparselens.models.memory import PeakMemory, estimate_memory
+from sparselens.models.memory import PeakMemory
 from sparselens.runs.run import provenance, write_json
 from sparselens.tasks import Pair
 from sparselens.tasks.prompts import Item, Prompts, Read, collate

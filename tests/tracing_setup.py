@@ -5,7 +5,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 import sparselens as sl
 from sparselens.config import Gate
-from sparselens.models.loading import install_gates
+from sparselens.models.loading import add_gates
 from sparselens.transcoders.transcoder import Transcoder
 
 PROMPT = " ".join(f"w{i}" for i in (3, 5, 8, 13, 21, 3, 5))  # eight tokens: <|endoftext|> comes in front
@@ -21,7 +21,7 @@ def biased_model(family, gated=False, dtype=torch.float64, normalise="all", gate
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     if gated:
-        install_gates(model, Gate(bias=gate_bias, normalise=normalise))
+        add_gates(model, Gate(bias=gate_bias, normalise=normalise))
     return model.to(dtype)
 
 

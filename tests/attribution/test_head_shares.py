@@ -11,7 +11,7 @@ from sparselens.attribution.graph import ERROR, FEATURE, LOGIT, POSITION, TOKEN
 from sparselens.attribution.head_shares import Carried, carry, carry_all
 from sparselens.attribution.qk_terms import describe, explain_look, measure_look
 from sparselens.config import Gate
-from sparselens.models.loading import install_gates
+from sparselens.models.loading import add_gates
 from sparselens.transcoders.transcoder import Transcoder
 
 
@@ -70,7 +70,7 @@ def small(parallel, gated):
             parameter.add_(torch.randn_like(parameter) * 0.4)
     model = model.eval().double()
     if gated:
-        model = install_gates(model, Gate(bias=0.5)).double()
+        model = add_gates(model, Gate(bias=0.5)).double()
     transcoder = Transcoder.random(3, 12, 8, dtype=torch.float64)
     return sl.trace(
         model, tiny_tokenizer(), transcoder, [5, 9, 11, 7], target=["w4"], budget=1000, nodes=1.0, edges=1.0

@@ -14,7 +14,7 @@ from sparselens.attribution.head_shares import carry
 from sparselens.cli import main
 from sparselens.config import Trace
 from sparselens.demo.addition import make_model
-from sparselens.models.loading import install_gates
+from sparselens.models.loading import add_gates
 from sparselens.reporting.figures.attribution import _grid, _sentence, draw_trace, visible
 from sparselens.tasks.words import Words
 from sparselens.transcoders.transcoder import Transcoder
@@ -235,7 +235,7 @@ def test_a_sum_is_traced_at_its_tens_digit(tmp_path):
     dense, sparse = make_model(0), make_model(0)
     for model, _ in (dense, sparse):
         model.eval()
-    install_gates(sparse[0], sl.Gate(bias=1.0))
+    add_gates(sparse[0], sl.Gate(bias=1.0))
     coders = [Transcoder.random(4, 32, 64, seed=seed) for seed in (0, 1)]
     rows = trace_demo(dense, sparse, *coders, tmp_path)
     assert rows["tokens"] == list("36+28=?????") and rows["target"][0] | {"probability": 0} == {

@@ -12,13 +12,12 @@ from sparselens.circuits.attention_edges import MOST, AttentionPatcher, attentio
 from sparselens.circuits.heads import HeadPatcher
 from sparselens.config import Gate
 from sparselens.models.decoder import Decoder
-from sparselens.models.hooks import start
-from sparselens.models.loading import install_gates
+from sparselens.models.loading import add_gates
 from sparselens.tasks.prompts import of_common_length
 
 
 def gated(family: str, bias: float = 0.3):
-    return install_gates(tiny_model(family), Gate(bias=bias))
+    return add_gates(tiny_model(family), Gate(bias=bias))
 
 
 @pytest.mark.parametrize("make", [tiny_model, gated], ids=["dense", "gated"])
@@ -33,7 +32,7 @@ def test_all_edges_are_the_model_and_whole_heads_are_heads(family, make):
     for layer, head in kept:
         some[layer, head] = full[layer, head]
     found = patcher.run(np.stack([full, some, np.zeros_like(full)]))
-    own = prompts.score(prompts.at_reads(start(model, prompts.clean).logits).double())
+    own = prompts.score(prompts.at_reads(model(prompts.clean).logits).double())
     assert torch.allclose(found[0], own, atol=1e-6)
     everything = [(layer, head) for layer in range(2) for head in range(4)]
     assert torch.allclose(found, HeadPatcher(model, prompts).run([everything, kept, []]), atol=1e-5)
@@ -69,7 +68,7 @@ def test_closed_edges_are_not_there():
     opened = np.zeros(patcher.shape, bool)
     for _, _, clean, corrupted in patcher._parts():
         seen: list = []
-        patcher._forward(clean, keep_in(seen))
+        decoder.run(clean, keep_in(seen))
         for layer, ((now, _), (then, _)) in enumerate(zip(seen, corrupted, strict=True)):
             opened[layer] |= ((now > 0) | (then > 0)).any(0).numpy()
     assert not patcher.scores()[0][~opened[0]].any()  # (between the two prompts, gates of later layers may open)

@@ -16,12 +16,13 @@ from sparselens.circuits.circuit import Circuit
 from sparselens.circuits.compare import compare, table
 from sparselens.circuits.discover import answered, discover
 from sparselens.circuits.heads import HeadPatcher
-from sparselens.circuits.run import Patcher, trace
+from sparselens.circuits.run import Patcher, run_nodes
 from sparselens.circuits.scores import (
     _differences,
-    _embeddings,
     _writer_products,
+    _writes,
     eap,
+    estimate_memory,
     exact,
     path_points,
     reader_shares,
@@ -31,8 +32,8 @@ from sparselens.cli import main
 from sparselens.config import Gate, Search
 from sparselens.models.architectures import Dimensions, mlp_width
 from sparselens.models.decoder import Decoder
-from sparselens.models.loading import install_gates, save
-from sparselens.models.memory import PeakMemory, estimate_memory
+from sparselens.models.loading import add_gates, save
+from sparselens.models.memory import PeakMemory
 from sparselens.tasks import Pair, Task
 
 
@@ -43,7 +44,7 @@ def large_vocabulary(size: int):
 
 
 def gated(family: str, bias: float = 0.3):
-    return install_gates(tiny_model(family), Gate(bias=bias))
+    return add_gates(tiny_model(family), Gate(bias=bias))
 
 
 @pytest.mark.parametrize("ablation", ["corrupted", "mean", "zero"])
@@ -96,13 +97,9 @@ def test_an_edge_carries_only_its_own_writer():
     patcher = Patcher(decoder, prompts)
     mask = np.zeros_like(decoder.components.possible)
     mask[decoder.components.edge("input->logits")] = True
-    from sparselens.circuits.run import trace
-    from sparselens.models.hooks import start
-
-    clean, corrupted = start(decoder.model, prompts.clean), start(decoder.model, prompts.corrupted)
-    run = trace(decoder, corrupted.embedding)
+    clean, corrupted = decoder.begin(prompts.clean), decoder.begin(prompts.corrupted)
     with torch.no_grad():
-        final = run.final + clean.embedding - corrupted.embedding
+        final = run_nodes(decoder, corrupted).final + clean - corrupted
         expected = prompts.score(prompts.at_reads(decoder.unembed(final)).double())
     assert torch.allclose(patcher.run(mask[None])[0], expected, atol=1e-5)
 
@@ -161,10 +158,10 @@ def test_shares_of_what_changes_at_a_reader(family):
     """From inner products made in pieces, against what every writer and the whole residual stream really change."""
     decoder, prompts = Decoder(tiny_model(family).double()), random_prompts(5, 6)
     c = decoder.components
-    clean, corrupted = _embeddings(decoder, prompts)
+    clean, corrupted = decoder.begin(prompts.clean), decoder.begin(prompts.corrupted)
     found = torch.zeros(c.n_writers, c.n_writers, dtype=torch.float64)
-    _writer_products(decoder, _differences(decoder, clean, corrupted), found)
-    runs = [trace(decoder, x) for x in (clean, corrupted)]
+    _writer_products(decoder, _differences(decoder, clean, corrupted, _writes(decoder, corrupted)), found)
+    runs = [run_nodes(decoder, x) for x in (clean, corrupted)]
     changes = [runs[0].embedding - runs[1].embedding]
     for layer in range(c.n_layers):
         changes += [*decoder.write_each(layer, runs[0].z[layer] - runs[1].z[layer])]

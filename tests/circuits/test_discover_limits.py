@@ -15,12 +15,12 @@ from sparselens.circuits.commands import _name
 from sparselens.circuits.compare import compare
 from sparselens.circuits.discover import discover, prepare
 from sparselens.circuits.faithfulness import NoEffect
-from sparselens.circuits.heads import token_edges
+from sparselens.circuits.heads import open_edges
 from sparselens.circuits.run import Patcher
 from sparselens.circuits.scores import eap
 from sparselens.config import Gate, Search
 from sparselens.models.decoder import Decoder
-from sparselens.models.loading import install_gates
+from sparselens.models.loading import add_gates
 from sparselens.runs import distributed
 from sparselens.tasks import Pair, Task
 from sparselens.tasks.ioi_long import register_distance
@@ -79,8 +79,8 @@ def test_heads_and_tokens_without_an_effect_are_left_out():
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3_text", "llama"])
 def test_pairs_outside_a_window_are_no_pairs(family):
-    model, prompts = install_gates(tiny_model(family), Gate(bias=1e4)), random_prompts(4, 8)
-    found = token_edges(model, prompts)
+    model, prompts = add_gates(tiny_model(family), Gate(bias=1e4)), random_prompts(4, 8)
+    found = open_edges(model, prompts)
     assert found["n_proven_absent"] == 0  # every gate is open
     assert AttentionPatcher(Decoder(model), prompts).possible.sum() == found["n_open"]
 
@@ -88,7 +88,7 @@ def test_pairs_outside_a_window_are_no_pairs(family):
 @pytest.mark.parametrize("gates", [False, True])
 def test_prompts_are_chosen_as_the_model_is_evaluated(gates):
     model = tiny_model("gpt2")
-    model = install_gates(model, Gate(bias=0.3)) if gates else model
+    model = add_gates(model, Gate(bias=0.3)) if gates else model
     kept = []
     for mode in (False, True, True):
         model.train(mode)

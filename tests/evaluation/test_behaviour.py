@@ -10,7 +10,7 @@ import sparselens as sl
 from sparselens.cli import main
 from sparselens.data.batches import TextBatches
 from sparselens.evaluation.behaviour import behaviour, markdown, read_prompts
-from sparselens.models.loading import install_gates
+from sparselens.models.loading import add_gates
 from sparselens.tasks import Pair, Task
 from sparselens.tasks.words import Words
 
@@ -20,7 +20,7 @@ PAIRS = tuple(Pair(f"w{i} w{i + 1}", f"w{i + 3} w{i + 1}", f" w{i + 5}", f" w{i 
 
 @pytest.fixture(scope="module")
 def models():
-    sparse = install_gates(tiny_model("llama"), sl.Gate(bias=-1.0)).eval()
+    sparse = add_gates(tiny_model("llama"), sl.Gate(bias=-1.0)).eval()
     return {"base": tiny_model("llama"), "control": tiny_model("llama", seed=1), "sparse": sparse}
 
 

@@ -14,7 +14,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 import sparselens as sl
 from sparselens.cli import main
 from sparselens.evaluation.lm_eval import answer_benchmarks, find_benchmarks
-from sparselens.models.loading import install_gates
+from sparselens.models.loading import add_gates
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "benchmark_questions.py"
 N = 12
@@ -97,7 +97,7 @@ def test_unknown_names_and_missing_files(tasks, questions, tmp_path, monkeypatch
 def test_numbers_are_those_of_the_model(tasks, questions, gated):
     model, tokenizer = tiny_model("llama"), tiny_tokenizer()
     if gated:
-        install_gates(model, sl.Gate(bias=0.5)).eval()
+        add_gates(model, sl.Gate(bias=0.5)).eval()
     seen: list[torch.Tensor] = []
     watch = lambda module, args, kwargs: seen.extend((*args, *kwargs.values())[:1])  # noqa: E731
     model.register_forward_pre_hook(watch, with_kwargs=True)
@@ -130,7 +130,7 @@ def test_command_asks_models_by_name(tasks, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sparselens.evaluation.side_by_side.find_benchmarks", lambda names, questions: tasks)
     for name, gate in (("dense", None), ("sparse", sl.Gate(bias=-1.0))):
         model = tiny_model("llama")
-        sl.save(install_gates(model, gate) if gate else model, tiny_tokenizer(), tmp_path / name)
+        sl.save(add_gates(model, gate) if gate else model, tiny_tokenizer(), tmp_path / name)
     folders = [str(tmp_path / "dense"), str(tmp_path / "sparse")]
     main(["evaluate", *folders, "--benchmarks", "piqa,openbookqa,arc_easy", "--limit", "8",
           "--json", str(tmp_path / "rows.json")])  # fmt: skip

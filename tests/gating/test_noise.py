@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sparselens.gating.noise import layer_seed, uniform
+from sparselens.gating.reference import layer_seed, uniform
 
 
 def test_uniform_moments_and_independence():

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from sparselens.gating import allowed_pairs, gated_attention, gated_pattern
-from sparselens.gating.noise import uniform
+from sparselens.gating.reference import uniform
 
 DOCUMENTS = torch.tensor([[0, 0, 1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 2, 3, 3, 0, 0]])  # left pad; packing; right pad
 

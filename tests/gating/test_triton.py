@@ -14,8 +14,7 @@ pytest.importorskip("triton")
 from fused_check import DEVICE, INTERPRETED, Case, gates_of_backward, gates_of_forward, relative_errors
 
 from sparselens.gating import _warn_once, gated_attention
-from sparselens.gating.noise import uniform
-from sparselens.gating.reference import gated_attention_reference, gated_pattern
+from sparselens.gating.reference import gated_attention_reference, gated_pattern, uniform
 
 direct = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="runs inside test_under_the_interpreter")
 
@@ -85,7 +84,7 @@ def test_gates_equal_in_forward_backward_and_every_tile_size():
 
 
 @direct
-def test_kernel_draws_the_noise_of_noise_py():
+def test_kernel_draws_the_noise_of_the_reference():
     """With logits 0 the gate is exactly [u < 1/2]."""
     case = Case(queries=40, keys=50, d_head=32, size=0.0, bias=0.0, heads=1, kv_heads=1, batch=3)
     q, k, v, _ = case.inputs()

@@ -6,12 +6,12 @@ from pairs import random_prompts
 from tiny_models import CONFIGS, tiny_model
 
 from sparselens.circuits.heads import HeadPatcher
-from sparselens.circuits.run import trace
+from sparselens.circuits.run import run_nodes
 from sparselens.config import Gate
 from sparselens.models.architectures import Site
 from sparselens.models.decoder import Decoder
-from sparselens.models.hooks import capture, patch, start
-from sparselens.models.loading import install_gates
+from sparselens.models.hooks import capture, patch
+from sparselens.models.loading import add_gates
 
 IDS = torch.randint(2, 64, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -22,10 +22,9 @@ def test_captured_nodes_are_the_decoders(family):
     model = tiny_model(family)
     decoder = Decoder(model)
     with torch.no_grad(), capture(model, ["a0", "a1.h2", "m1"]) as seen:
-        begin = start(model, IDS)
-    decoder.rotations = begin.rotations
-    run = trace(decoder, begin.embedding)
-    if decoder.gains[0] is None:  # a Trace keeps z with its post-norm factor
+        embedding, _ = decoder.begin_with_logits(IDS)
+    run = run_nodes(decoder, embedding)
+    if decoder.gains[0] is None:  # NodeValues keep z with its post-norm factor
         assert torch.allclose(seen["a0"].transpose(1, 2), run.z[0], atol=1e-5)
         assert torch.allclose(seen["a1.h2"], run.z[1][:, 2], atol=1e-5)
     if decoder.parts[0].mlp_post is None:
@@ -75,7 +74,7 @@ def test_sites():
 def test_keeping_all_heads_is_the_model_and_none_is_all_corrupted(gated):
     model, prompts = tiny_model("llama"), random_prompts()
     if gated:
-        install_gates(model, Gate(bias=0.5))
+        add_gates(model, Gate(bias=0.5))
     patcher = HeadPatcher(model, prompts, at_once=3)
     everything = [(layer, head) for layer in range(2) for head in range(4)]
     full, none = patcher.run([everything, []])

@@ -15,7 +15,7 @@ import sparselens as sl
 from sparselens.gating import allowed_pairs
 from sparselens.models import loading as huggingface
 from sparselens.models.attention import bounded, count_pairs, document_mask
-from sparselens.models.loading import gate_biases, install_gates, is_gated
+from sparselens.models.loading import add_gates, gate_biases, is_gated
 
 FAMILIES = list(CONFIGS)
 WIDE_OPEN = sl.Gate(bias=1e4)
@@ -41,7 +41,7 @@ def layouts(length=17):
 
 def gated(family: str, gate: sl.Gate | None = None, seed: int = 0):
     """A tiny model with gates; by default half open."""
-    model = install_gates(tiny_model(family, seed), gate or sl.Gate())
+    model = add_gates(tiny_model(family, seed), gate or sl.Gate())
     if gate is None:
         with torch.no_grad():
             for bias in gate_biases(model):
@@ -208,12 +208,12 @@ def test_unsupported_architecture_is_refused_by_name():
 
     config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
     with pytest.raises(ValueError, match=r"'bloom'.*gpt2.*llama"):
-        install_gates(AutoModelForCausalLM.from_config(config), sl.Gate())
+        add_gates(AutoModelForCausalLM.from_config(config), sl.Gate())
 
 
 def test_gates_are_not_put_in_twice():
     with pytest.raises(ValueError, match="already has gates"):
-        install_gates(gated("llama"), sl.Gate())
+        add_gates(gated("llama"), sl.Gate())
 
 
 def test_unknown_model_is_one_sentence():
@@ -410,7 +410,7 @@ def test_real_tokenizers_know_their_words(name, shared):
 @pytest.mark.parametrize("family", ["gemma3_text", "olmo2"])
 def test_gradients_stay_small_behind_closed_gates_before_a_norm(family):
     """The norm behind attention blows up the gradient of what little is left. Outputs stay as they are."""
-    model = install_gates(tiny_model(family), sl.Gate(bias=-3.0))
+    model = add_gates(tiny_model(family), sl.Gate(bias=-3.0))
     ids = torch.randint(2, 60, (4, 32), generator=torch.Generator().manual_seed(0))
     norms, losses = [], []
     for training in (False, True):

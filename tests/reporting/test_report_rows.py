@@ -25,9 +25,9 @@ def real_run(tmp_path):
     """A tiny random model, dense and with gates, in a Run."""
     base, sparse = tiny_model("llama"), tiny_model("llama")
     sl.save(base, tiny_tokenizer(), tmp_path / "base")
-    from sparselens.models.loading import install_gates
+    from sparselens.models.loading import add_gates
 
-    install_gates(sparse, sl.Gate(bias=-0.5))
+    add_gates(sparse, sl.Gate(bias=-0.5))
     sl.save(sparse, tiny_tokenizer(), tmp_path / "run" / "model")
     config = {"model": str(tmp_path / "base"), "loss": "kl"}
     write_json(tmp_path / "run" / "run.json", {"kind": "sparsify", "config": config, "provenance": {}})

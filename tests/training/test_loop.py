@@ -15,7 +15,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 import sparselens as sl
 from sparselens.config import Gate, Sparsify, Training
 from sparselens.evaluation.side_by_side import evaluate
-from sparselens.models.loading import gate_biases, install_gates, is_gated
+from sparselens.models.loading import add_gates, gate_biases, is_gated
 from sparselens.runs.run import Metrics
 from sparselens.training import compilation as speed
 from sparselens.training import loop as training
@@ -411,7 +411,7 @@ def test_heads_with_an_offset_start_within_reach(start):
     model = shifted_gpt2()
     ids = torch.randint(0, model.config.vocab_size, (2, 16))
     before = model(ids, use_cache=False).logits
-    install_gates(model, Gate(bias=start))
+    add_gates(model, Gate(bias=start))
     assert start_within_reach(model, ids) >= 1
     first = gate_biases(model)[0]
     assert first[1] < start - 35 and (first[[0, 2, 3]] > start - 2).all()

@@ -5,7 +5,7 @@ import torch
 from tiny_models import CONFIGS, tiny_model
 
 from sparselens.config import Gate, Training
-from sparselens.models.loading import install_gates
+from sparselens.models.loading import add_gates
 from sparselens.training.compilation import HEAD_MULTIPLE, pad_head
 from sparselens.training.optimizers import Together, learning_rate, make_optimizer
 
@@ -17,7 +17,7 @@ def optimizer_of(model, **settings):
 @pytest.mark.parametrize("family", list(CONFIGS))
 def test_every_parameter_is_moved_by_one_optimiser(family):
     model = tiny_model(family)
-    install_gates(model, Gate())
+    add_gates(model, Gate())
     both = optimizer_of(model, optimizer="muon", lr=1e-3, bias_lr=0.5, weight_decay=0.1)
     assert isinstance(both, Together)
     adamw, muon = both.optimizers
@@ -39,7 +39,7 @@ def test_every_parameter_is_moved_by_one_optimiser(family):
 
 def test_adamw_alone_decays_all_but_gates():
     model = tiny_model("gpt2")
-    install_gates(model, Gate())
+    add_gates(model, Gate())
     others, gates = optimizer_of(model, weight_decay=0.2).param_groups
     assert (others["weight_decay"], gates["weight_decay"]) == (0.2, 0.0)
     assert len(others["params"]) + len(gates["params"]) == len(list(model.parameters()))

@@ -10,7 +10,7 @@ from tiny_models import CONFIGS, tiny_model, tiny_tokenizer
 
 import sparselens as sl
 from sparselens.config import Transcode
-from sparselens.models.loading import install_gates
+from sparselens.models.loading import add_gates
 from sparselens.runs.run import Metrics
 from sparselens.training.loop import Interrupted
 from sparselens.training.measure import forward
@@ -48,7 +48,7 @@ class Words:
 
 
 def gated_model(family="gpt2"):
-    return install_gates(tiny_model(family), sl.Gate(bias=0.5)).eval()
+    return add_gates(tiny_model(family), sl.Gate(bias=0.5)).eval()
 
 
 def transcode(out, model=None, **options):

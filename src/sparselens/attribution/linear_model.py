@@ -16,19 +16,15 @@ before its norm, 2 L the end. In parallel blocks (GPT-NeoX) an MLP reads the inp
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..gating import allowed_pairs, gated_pattern
-from ..models.architectures import position_embeddings, rms_gain, unembedding
-from ..models.decoder import Decoder
-from ..models.hooks import start
-from ..models.norms import Norm
-from ..models.norms import pull as _pull
-from ..models.norms import push as _push
+from ..models.architectures import position_embeddings, rms_gain, softcapped, unembedding
+from ..models.decoder import Decoder, Norm, pull_through, push_through
 
 CACHE = 2**28  # bytes of attention patterns kept; larger ones are made again, a few heads at a time, when needed
 TOLERANCE = 1e-4  # of the largest logit: how far our run may be from the model's own
@@ -62,15 +58,16 @@ class Block:
     mlp_post: Norm | None
     into_values: Tensor  # [D, H * e]; values repeated for every query head
     out_of_mix: Tensor  # [H * e, D]
+    out_bias: Tensor | None  # [D]
     open_values: Tensor | None  # [T, H * e]: 0 where a clip holds a value constant (OLMo's clip_qkv); None: nowhere
     q: Tensor  # [H, T, e] as compared: clipped, normed, rotated
     k: Tensor
     values: Tensor  # [T, H * e]
-    constant: Tensor  # [T, D]: what attention adds whatever the sources do (biases of norm, values and output)
     residual: Tensor  # [T, D] entering the block
-    mlp_read: Tensor  # [T, D] what the MLP reads, before its norm
-    mlp_in: Tensor  # [T, D] what the MLP module receives
-    mlp_out: Tensor  # [T, D] what the MLP module returned, before a post-norm
+    constant: Tensor = field(init=False)  # [T, D]: what attention adds whatever the sources do (biases)
+    mlp_read: Tensor = field(init=False)  # [T, D] what the MLP reads, before its norm
+    mlp_in: Tensor = field(init=False)  # [T, D] what the MLP module receives
+    mlp_out: Tensor = field(init=False)  # [T, D] what the MLP module returned, before a post-norm
 
 
 @dataclass
@@ -106,15 +103,11 @@ class Frozen:
     def __init__(self, model: nn.Module, ids: Tensor):
         self.decoder = Decoder(model)
         self.dims, self.n_tokens, self.ids = self.decoder.dims, len(ids), ids
-        begun = start(model, ids[None], last=1)
-        assert begun.logits is not None
-        self.decoder.rotations = begun.rotations
-        self.own_logits = begun.logits[0, -1]
+        embedding, logits = (t[0] for t in self.decoder.begin_with_logits(ids[None]))
+        self.own_logits = logits[-1]
         self.parallel = self.decoder.components.parallel
-        final, self.unembed_weight, self.unembed_bias = unembedding(model)
-        self.final_norm = Norm(final, begun.embedding)
-        self.softcap = getattr(self.decoder.config, "final_logit_softcapping", None)
-        embedding = begun.embedding[0]
+        final, self.unembed_weight, self.unembed_bias, self.softcap = unembedding(model)
+        self.final_norm = Norm(final, embedding)
         positions = position_embeddings(model, self.n_tokens)
         self.positions = None if positions is None else positions.detach().to(embedding)
         self.embedding = embedding if self.positions is None else embedding - self.positions
@@ -126,27 +119,26 @@ class Frozen:
 
         rewrite: changes to make on the way (interventions.py); None: the model as it is.
         """
-        rewrite = rewrite or Rewrite()
+        self.rewrite = rewrite or Rewrite()
         self._patterns: dict[int, Tensor] = {}
         self.blocks: list[Block] = []
-        self.rewrite = rewrite
         x = self.embedding if self.positions is None else self.embedding + self.positions
-        x = rewrite.embedding(x)
-        for layer in range(self.dims.n_layers):
-            x = self._run_block(layer, x, rewrite)
+        x = self.rewrite.embedding(x)
+        for block in self.decoder.walk(x, self._heads, self._write, self._mlp):
+            x = block.after
         self.final_norm = copy.copy(self.final_norm)  # a copy of this object may be run again, with other denominators
         self.final = self.final_norm(x)
         return self
 
-    def _run_block(self, layer: int, x: Tensor, rewrite: "Rewrite") -> Tensor:
+    def _heads(self, layer: int, x: Tensor) -> Tensor:
+        """The value mixes [T, H * e] of heads reading x [T, D]; begins the layer's Block."""
         p, decoder = self.decoder.parts[layer], self.decoder
-        norms = [
+        norm, attention_post, mlp_norm, mlp_post = (
             None if m is None else Norm(m, x) for m in (p.attention_norm, p.attention_post, p.mlp_norm, p.mlp_post)
-        ]
-        attention_norm, attention_post, mlp_norm, mlp_post = norms
-        y = x if attention_norm is None else attention_norm(x)
+        )
+        y = x if norm is None else norm(x)
         q, k, v = (decoder.project(layer, through, y[None])[0] for through in "qkv")
-        bias = torch.zeros_like(x) if attention_norm is None else attention_norm.bias.expand_as(x)
+        bias = torch.zeros_like(x) if norm is None else norm.bias.expand_as(x)
         steady = decoder.project(layer, "v", bias[None])[0]  # values without any signal
         free = None
         if p.clip is not None:
@@ -155,26 +147,35 @@ class Frozen:
             steady, free = torch.where(free, steady, v), free.to(v).transpose(0, 1).flatten(1)
         q, k = self.aim(layer, q, k)
         into = p.weights["v"][0].repeat_interleave(decoder.group, 0).permute(1, 0, 2).flatten(1)
-        out, out_bias = p.output
-        values = v.transpose(0, 1).flatten(1)
+        values, steady = (t.transpose(0, 1).flatten(1) for t in (v, steady))
         block = Block(
-            attention_norm, attention_post, mlp_norm, mlp_post, into, out.flatten(0, 1), free, q, k, values,
-            x, x, x, x, x,
+            norm, attention_post, mlp_norm, mlp_post, into, p.output[0].flatten(0, 1), p.output[1], free, q, k,
+            values, residual=x,
         )  # fmt: skip
         self.blocks.append(block)
-        z = rewrite.mix(layer, self.mix(layer, values[None])[0])
-        written = z @ block.out_of_mix + (0 if out_bias is None else out_bias)
-        written = written if attention_post is None else attention_post(written)
-        after = x + written
-        block.residual = x
-        block.mlp_read = x if self.parallel else after
-        block.mlp_in = block.mlp_read if mlp_norm is None else mlp_norm(block.mlp_read)
-        block.mlp_out = p.mlp(block.mlp_in[None])[0]
-        block.mlp_out = rewrite.mlp(layer, block)
-        constant = rewrite.mix(layer, self.mix(layer, steady.transpose(0, 1).flatten(1)[None])[0]) @ block.out_of_mix
-        constant = constant if out_bias is None else constant + out_bias
-        block.constant = constant if attention_post is None else attention_post.push(constant) + attention_post.bias
-        return after + (block.mlp_out if mlp_post is None else mlp_post(block.mlp_out))
+        block.constant = self.rewrite.mix(layer, self.mix(layer, steady[None])[0])
+        return self.rewrite.mix(layer, self.mix(layer, values[None])[0])
+
+    def _write(self, layer: int, z: Tensor) -> Tensor:
+        """What attention adds to the residual stream [T, D], and how much of it no source has a say in."""
+        block = self.blocks[layer]
+        written, block.constant = (
+            mixed @ block.out_of_mix + (0 if block.out_bias is None else block.out_bias)
+            for mixed in (z, block.constant)
+        )
+        post = block.attention_post
+        if post is not None:
+            written, block.constant = post(written), post.push(block.constant) + post.bias
+        return written
+
+    def _mlp(self, layer: int, x: Tensor) -> Tensor:
+        """What the MLP adds to the residual stream [T, D] when it reads x."""
+        block = self.blocks[layer]
+        block.mlp_read = x
+        block.mlp_in = x if block.mlp_norm is None else block.mlp_norm(x)
+        block.mlp_out = self.decoder.parts[layer].mlp(block.mlp_in[None])[0]
+        block.mlp_out = self.rewrite.mlp(layer, block)
+        return block.mlp_out if block.mlp_post is None else block.mlp_post(block.mlp_out)
 
     # ---- attention ----
 
@@ -200,12 +201,8 @@ class Frozen:
 
     def rotate(self, layer: int, q: Tensor, k: Tensor, at: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rotary embedding of q and k [H, T, e]; `at`: the positions of the T rows instead of 0 .. T - 1."""
-        rotation, rotate = self.decoder.rotations[layer], self.decoder.parts[layer].rotate
-        if rotation is None or rotate is None:
-            return q, k
-        cos, sin = (t if at is None else t[:, at] for t in rotation)
-        turned = rotate(q[None], k[None], cos.to(q), sin.to(q))
-        return turned[0][0], turned[1][0]
+        q, k = self.decoder.rotate(layer, q[None], k[None], at)
+        return q[0], k[0]
 
     def pattern(self, layer: int, heads: slice = slice(None)) -> Tensor:
         """What multiplies the values: softmax, times the gate in a sparse model. [heads, T queries, T keys]."""
@@ -263,7 +260,7 @@ class Frozen:
     def to_values(self, layer: int, x: Tensor, at: Tensor | None = None) -> Tensor:
         """Signals in the residual stream [n, T, D] (or [n, D] at positions) -> in the values [n, T, H * e]."""
         block = self.blocks[layer]
-        v = _push(block.attention_norm, x, at) @ block.into_values
+        v = push_through(block.attention_norm, x, at) @ block.into_values
         if block.open_values is None:
             return v
         return v * (block.open_values if at is None else block.open_values[at])
@@ -273,15 +270,15 @@ class Frozen:
         block = self.blocks[layer]
         if block.open_values is not None:
             g = g * (block.open_values if at is None else block.open_values[at])
-        return _pull(block.attention_norm, g @ block.into_values.T, at)
+        return pull_through(block.attention_norm, g @ block.into_values.T, at)
 
     def from_mix(self, layer: int, z: Tensor, at: Tensor | None = None) -> Tensor:
         """Signals in the value mixes -> what attention adds to the residual stream."""
-        return _push(self.blocks[layer].attention_post, z @ self.blocks[layer].out_of_mix, at)
+        return push_through(self.blocks[layer].attention_post, z @ self.blocks[layer].out_of_mix, at)
 
     def to_mix(self, layer: int, g: Tensor, at: Tensor | None = None) -> Tensor:
         """The transpose of `from_mix`."""
-        return _pull(self.blocks[layer].attention_post, g, at) @ self.blocks[layer].out_of_mix.T
+        return pull_through(self.blocks[layer].attention_post, g, at) @ self.blocks[layer].out_of_mix.T
 
     def attend(self, layer: int, x: Tensor) -> Tensor:
         """The linear part of attention: [n, T, D] -> [n, T, D]."""
@@ -296,7 +293,7 @@ class Frozen:
 
     def write(self, place: int, w: Tensor, at: Tensor | None = None) -> Tensor:
         """What is written at a place -> what enters the residual stream there (a post-norm lies between)."""
-        return w if place == 0 else _push(self.blocks[place - 1].mlp_post, w, at)
+        return w if place == 0 else push_through(self.blocks[place - 1].mlp_post, w, at)
 
     @torch.no_grad()
     def pull(self, reads: Reads, respond: Callable[[int, Tensor], Tensor] | None = None) -> Iterator[Pulled]:
@@ -315,7 +312,7 @@ class Frozen:
 
         inject(2 * self.dims.n_layers)
         for layer in range(min(top // 2, self.dims.n_layers - 1), -1, -1):
-            at_mlp = _pull(self.blocks[layer].mlp_post, g)
+            at_mlp = pull_through(self.blocks[layer].mlp_post, g)
             if at_mlp is g:
                 at_mlp = g.clone()  # g goes on changing
             through_mlp = 0 if respond is None else respond(layer, at_mlp)
@@ -361,12 +358,12 @@ class Frozen:
         """Logits at a position, the last by default, [vocabulary]; before the softcap (Gemma) unless `capped`."""
         raw = self.final[at] @ self.unembed_weight
         raw = raw if self.unembed_bias is None else raw + self.unembed_bias
-        return raw if not capped or self.softcap is None else torch.tanh(raw / self.softcap) * self.softcap
+        return softcapped(raw, self.softcap) if capped else raw
 
     def reads(self, stage: int, norm: Norm | None, at: Tensor, vectors: Tensor, constants: Tensor) -> Reads:
         """n readings of the normed residual stream at a stage: vectors [n, D], at positions [n], plus constants [n]."""
         extra = 0 if norm is None else vectors @ norm.bias
-        return Reads(torch.full_like(at, stage), at, _pull(norm, vectors, at), constants + extra)
+        return Reads(torch.full_like(at, stage), at, pull_through(norm, vectors, at), constants + extra)
 
 
 class Rewrite:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..models.norms import Norm
+from ..models.decoder import Norm
 from .graph import BIAS, ERROR, FEATURE, LOGIT, POSITION, TOKEN
 from .linear_model import Frozen, Reads, join
 

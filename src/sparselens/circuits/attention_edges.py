@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ..gating import allowed_pairs
 from ..models.decoder import Decoder
-from ..models.hooks import start
 from ..runs import distributed
 from ..tasks.prompts import Prompts, of_common_length
 from .faithfulness import THRESHOLDS, Curve, NoEffect, log_sizes, refined_curve
@@ -88,7 +87,7 @@ class AttentionPatcher:
         total = torch.zeros(self.shape, dtype=torch.float64)
         for _, _, clean, _ in self._parts():
             kept: list[tuple[Tensor, Tensor]] = []
-            self._forward(clean, keep_in(kept))
+            self.decoder.run(clean, keep_in(kept))
             total += torch.stack([weights.double().sum(0).cpu() for weights, _ in kept])
         return (total / len(self.prompts)).numpy()
 
@@ -100,27 +99,18 @@ class AttentionPatcher:
         for first in range(0, len(prompts), self.at_once):
             some = slice(first, first + self.at_once)
             part = prompts.take(some)
-            begin, other = (start(self.decoder.model, ids, logits=False) for ids in (part.clean, part.corrupted))
-            self.decoder.rotations = begin.rotations
+            clean, other = (self.decoder.begin(ids) for ids in (part.clean, part.corrupted))
             corrupted: list[tuple[Tensor, Tensor]] = []
             with torch.no_grad():
-                self._forward(other.embedding, keep_in(corrupted))
-            yield some, part, begin.embedding, corrupted
+                self.decoder.run(other, keep_in(corrupted))
+            yield some, part, clean, corrupted
 
     def _metric(self, mask: Tensor, part: Prompts, x: Tensor, corrupted: list[tuple[Tensor, Tensor]]) -> Tensor:
         def mix(layer: int, weights: Tensor, values: Tensor) -> Tensor:
             old_weights, old_values = corrupted[layer]
             return (mask[layer] * weights) @ values + ((1 - mask[layer]) * old_weights) @ old_values
 
-        return part.score(self.decoder.unembed(part.at_reads(self._forward(x, mix))).double())
-
-    def _forward(self, x: Tensor, mix: Callable[[int, Tensor, Tensor], Tensor]) -> Tensor:
-        """The last residual stream; `mix(layer, weights, values)` gives the heads' value mixes."""
-        decoder = self.decoder
-        for layer in range(decoder.dims.n_layers):
-            after = x + decoder.write(layer, mix(layer, *decoder.attend(layer, x)))
-            x = after + decoder.mlp(layer, x if decoder.components.parallel else after)
-        return x
+        return part.score(self.decoder.unembed(part.at_reads(self.decoder.run(x, mix))).double())
 
 
 def attention_curve(

@@ -23,7 +23,6 @@ from ..config import Search
 from ..models.architectures import base_model, dimensions, mlp_width
 from ..models.decoder import Decoder
 from ..models.loading import is_gated
-from ..models.memory import estimate_memory
 from ..runs import distributed
 from ..tasks.prompts import Prompts, build
 from .attention_edges import attention_curve
@@ -40,9 +39,9 @@ from .faithfulness import (
     refine,
     refined_curve,
 )
-from .heads import HeadPatcher, token_edges
+from .heads import HeadPatcher, open_edges
 from .run import Patcher
-from .scores import MOST_EXACT, eap, exact
+from .scores import MOST_EXACT, eap, estimate_memory, exact
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -226,7 +225,7 @@ def _discover(
             except NoEffect as error:
                 say(f"{name}: no circuit by token: {error}")
     if is_gated(base_model(model)):
-        circuit.results["token_edges"] = token_edges(model, heldout)
+        circuit.results["token_edges"] = open_edges(model, heldout)
     circuit.results["circuit"] = [[edge, score] for edge, score in circuit.edges[:5000]]
     circuit.results["seconds"] = {
         "scoring": round(scored - began, 1), "curve": round(drawn - scored, 1),

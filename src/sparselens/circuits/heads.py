@@ -56,7 +56,7 @@ def _keep(mask: Tensor, corrupted: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 @torch.no_grad()
-def token_edges(model: nn.Module, prompts: Prompts, at_once: int = 16, most: int = 2000) -> dict[str, Any]:
+def open_edges(model: nn.Module, prompts: Prompts, at_once: int = 16, most: int = 2000) -> dict[str, Any]:
     """Which (layer, head, query, key) a sparse model's gates leave open on these prompts, for the most common length.
 
     Every other pair is closed on all of them: nothing flows there, whatever the weights. Positions count from 0.

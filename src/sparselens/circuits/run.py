@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..models.decoder import Decoder
-from ..models.hooks import start
+from ..models.decoder import Decoder, Step
 from ..runs import distributed
 from ..tasks.prompts import Prompts
 
@@ -26,8 +25,8 @@ LOGIT = 28  # bytes: a logit, the same in fp64, its log-probability and probabil
 
 
 @dataclass
-class Trace:
-    """One forward pass taken apart. Per layer: what readers read and what writers write."""
+class NodeValues:
+    """What every node of the component graph reads and writes in one run. Per layer, where there is a list."""
 
     embedding: Tensor  # [batch, tokens, d_model]
     attention_in: list[Tensor]  # [batch, tokens, d_model]
@@ -38,24 +37,27 @@ class Trace:
 
 
 @torch.no_grad()
-def trace(decoder: Decoder, embedding: Tensor) -> Trace:
-    """Run the decoder from its embeddings and keep every node."""
-    run = Trace(embedding, [], [], [], [], embedding)
-    x = embedding
-    for layer in range(decoder.dims.n_layers):
-        z = decoder.heads(layer, x)
-        run.attention_in.append(x)
-        run.z.append(decoder.scaled(layer, z))
-        before = x
-        x = x + decoder.write(layer, z)
-        run.mlp_in.append(before if decoder.components.parallel else x)
-        run.mlp_out.append(decoder.mlp(layer, run.mlp_in[-1]))
-        x = x + run.mlp_out[-1]
-    run.final = x
+def run_nodes(decoder: Decoder, embedding: Tensor, heads: Step | None = None, mlp: Step | None = None) -> NodeValues:
+    """Run the decoder from its embeddings and keep every node. heads, mlp: as in `Decoder.walk`."""
+    run = NodeValues(embedding, [], [], [], [], embedding)
+    for block in decoder.walk(embedding, heads=heads, mlp=mlp):
+        run.attention_in.append(block.residual)
+        run.z.append(decoder.scaled(block.layer, block.z))
+        run.mlp_in.append(block.mlp_in)
+        run.mlp_out.append(block.mlp_out)
+        run.final = block.after
     return run
 
 
-def _mean(run: Trace, other: Trace, real: Tensor) -> Trace:
+def _nothing(decoder: Decoder, embedding: Tensor) -> NodeValues:
+    """A run in which nobody writes: only attention's output biases, which no head owns, are in the residual stream."""
+    batch, tokens, _ = embedding.shape
+    silent = embedding.new_zeros(batch, decoder.dims.n_heads, tokens, decoder.dims.d_head)
+    nobody = torch.zeros_like(embedding)
+    return run_nodes(decoder, nobody, heads=lambda layer, x: silent, mlp=lambda layer, x: nobody)
+
+
+def _mean(run: NodeValues, other: NodeValues, real: Tensor) -> NodeValues:
     """The mean of two sets of runs over prompts, position by position, prompts that have ended left out. Batch of 1."""
 
     def mean(*values: Tensor) -> Tensor:
@@ -67,28 +69,15 @@ def _mean(run: Trace, other: Trace, real: Tensor) -> Trace:
     return _merge(mean, run, other)
 
 
-def _nothing(decoder: Decoder, run: Trace) -> Trace:
-    """A run in which nobody writes: only attention's output biases, which no head owns, are in the residual stream."""
-    empty = _merge(torch.zeros_like, run)
-    x = empty.embedding
-    for layer, part in enumerate(decoder.parts):
-        empty.attention_in[layer] = x
-        after = x if part.output[1] is None else x + part.output[1]
-        empty.mlp_in[layer] = x if decoder.components.parallel else after
-        x = after
-    empty.final = x
-    return empty
-
-
-def _merge(function: Callable[..., Tensor], *runs: Trace) -> Trace:
+def _merge(function: Callable[..., Tensor], *runs: NodeValues) -> NodeValues:
     merged: dict[str, Any] = {}
-    for name in Trace.__dataclass_fields__:
+    for name in NodeValues.__dataclass_fields__:
         values = [getattr(run, name) for run in runs]
         if isinstance(values[0], list):
             merged[name] = [function(*layer) for layer in zip(*values, strict=True)]
         else:
             merged[name] = function(*values)
-    return Trace(**merged)
+    return NodeValues(**merged)
 
 
 class Patcher:
@@ -112,28 +101,22 @@ class Patcher:
 
     def _embeddings(self, ids: Tensor) -> Tensor:
         """What the model feeds its first block."""
-        parts = []
-        for some in ids.split(PROMPTS_AT_ONCE):
-            run = start(self.decoder.model, some, logits=False)
-            self.decoder.rotations = run.rotations
-            parts.append(run.embedding)
-        return torch.cat(parts)
+        return torch.cat([self.decoder.begin(some) for some in torch.split(ids, PROMPTS_AT_ONCE)])
 
-    def _prepare_base(self) -> Trace | None:
+    def _prepare_base(self) -> NodeValues | None:
         """The base of all prompts, where it is worth keeping; None: made again for every batch."""
         if self.ablation == "mean":
             position = torch.arange(self.clean.shape[1], device=self.clean.device)
             real = position < self.prompts.lengths[:, None]
-            return _mean(trace(self.decoder, self.clean), trace(self.decoder, self.corrupted), real)
+            return _mean(run_nodes(self.decoder, self.clean), run_nodes(self.decoder, self.corrupted), real)
         if 4 * self.decoder.dims.n_layers * self.clean.nbytes > self.memory:
             return None
         return self._make_base(self.corrupted)
 
-    def _make_base(self, corrupted: Tensor) -> Trace:
-        run = trace(self.decoder, corrupted)
-        return run if self.ablation == "corrupted" else _nothing(self.decoder, run)
+    def _make_base(self, corrupted: Tensor) -> NodeValues:
+        return (run_nodes if self.ablation == "corrupted" else _nothing)(self.decoder, corrupted)
 
-    def base_of(self, some: slice | Tensor) -> Trace:
+    def base_of(self, some: slice | Tensor) -> NodeValues:
         """What edges outside a circuit carry, for these prompts."""
         if self._base is None:
             return self._make_base(self.corrupted[some])
@@ -236,7 +219,7 @@ class Patcher:
 
 
 @torch.no_grad()
-def run_circuits(decoder: Decoder, masks: Tensor, embedding: Tensor, base: Trace) -> Tensor:
+def run_circuits(decoder: Decoder, masks: Tensor, embedding: Tensor, base: NodeValues) -> Tensor:
     """The last residual stream [circuits, batch, tokens, d_model] of every circuit.
 
     1. Live writers: those with an edge out and, unless it is the input, an edge in, in any of the circuits.
@@ -257,25 +240,23 @@ def run_circuits(decoder: Decoder, masks: Tensor, embedding: Tensor, base: Trace
         difference[:, at] = value.reshape(n, -1)
         filled = at + 1
 
-    def inputs(rows: list[int], residual: Tensor) -> Tensor:  # [circuits, rows, batch, tokens, d_model]
-        if not filled:
+    def inputs(rows: list[int], residual: Tensor, written: int) -> Tensor:  # [circuits, rows, batch, tokens, d_model]
+        if not written:
             return residual.expand(n, len(rows), *residual.shape)
-        added = masks[:, rows, :filled] @ difference[:, :filled]
+        added = masks[:, rows, :written] @ difference[:, :written]
         return added.view(n, len(rows), *residual.shape).add_(residual)
 
     if 0 in index:
         put((embedding - base.embedding).expand(n, batch, tokens, d_model), 0)
     for layer in range(dims.n_layers):
         heads = [h for h in range(dims.n_heads) if c.head_writer(layer, h) in index]
-        mlp_alive = c.mlp_writer(layer) in index
-        if mlp_alive and c.parallel:
-            mlp_in = inputs([c.mlp_reader(layer)], base.mlp_in[layer])
+        before = filled
         if heads:
             # Where heads share a norm, the others are needed for it even if nothing reads them.
             computed = list(range(dims.n_heads)) if decoder.couples_heads else heads
             which = torch.tensor(computed, device=embedding.device)
             rows = [c.head_reader(layer, through, h) for through in "qkv" for h in computed]
-            own = inputs(rows, base.attention_in[layer]).transpose(0, 1).flatten(1, 2)
+            own = inputs(rows, base.attention_in[layer], before).transpose(0, 1).flatten(1, 2)
             own = decoder.read(layer, own).unflatten(0, (3, len(computed)))  # [3, heads, circuits * batch, ...]
             qkv = [decoder.project_each(layer, through, own[i], which) for i, through in enumerate("qkv")]
             z = decoder.scaled(layer, decoder.mix(layer, qkv[0], qkv[1], qkv[2], which))
@@ -284,12 +265,11 @@ def run_circuits(decoder: Decoder, masks: Tensor, embedding: Tensor, base: Trace
             for i, head in enumerate(computed):
                 if head in heads:
                     put(written[i], index[c.head_writer(layer, head)])
-        if mlp_alive:
-            if not c.parallel:
-                mlp_in = inputs([c.mlp_reader(layer)], base.mlp_in[layer])
+        if c.mlp_writer(layer) in index:
+            mlp_in = inputs([c.mlp_reader(layer)], base.mlp_in[layer], before if c.parallel else filled)
             out = decoder.mlp(layer, mlp_in.flatten(0, 2))
             put(out.view(n, batch, tokens, d_model) - base.mlp_out[layer], index[c.mlp_writer(layer)])
-    return inputs([c.output], base.final)[:, 0]
+    return inputs([c.output], base.final, filled)[:, 0]
 
 
 def _live_writers(decoder: Decoder, masks: Tensor) -> list[int]:

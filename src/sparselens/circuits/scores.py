@@ -26,24 +26,64 @@ No copy of the residual stream is kept per head. Going back through a block:
 Stored per token: block inputs, differences of z, differences of MLP outputs: 3 * n_layers * d_model numbers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..models.architectures import Dimensions
 from ..models.decoder import Decoder
-from ..models.hooks import start
-from ..models.memory import SLICES, WRITERS_AT_ONCE
 from ..runs import distributed
 from ..tasks.prompts import Prompts
-from .run import Ablation, Patcher, trace
+from .run import Ablation, Patcher
 
-Method = Literal["exact", "eap", "eap-ig"]
 Path = Literal["own", "whole"]
 MOST_EXACT = 4000  # edges; each costs a forward pass over all prompts
+SLICES = 8  # reader gradients exist for an eighth of the tokens at a time
+WRITERS_AT_ONCE = 48  # writers' differences in the residual stream, for the same slice
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What scoring will need beside the model's weights, in bytes."""
+
+    per_token: float
+    tokens: int
+    logits: float  # logits at the reads, and the model's own on both prompts
+
+    @property
+    def total(self) -> float:
+        return self.per_token * self.tokens + self.logits
+
+    def __str__(self) -> str:
+        each = f"{self.per_token / 2**20:.2f} MB per token, {self.tokens:,} tokens at a time"
+        return f"{self.total / 2**20:,.0f} MB ({each})"
+
+
+def estimate_memory(
+    dims: Dimensions, d_mlp: int, n_prompts: int, tokens: int, reads: int = 1, vocabulary: int = 0, gated: bool = False
+) -> Memory:
+    """Peak memory of scoring n_prompts prompts of `tokens` tokens at once, fp32. d_mlp: width inside the MLP."""
+    stored = 3 * dims.n_layers * dims.d_model
+    # One block's graph: residual streams, norms, q/k/v with rotations; attention patterns (or flash statistics).
+    width = dims.n_heads * dims.d_head
+    patterns = dims.n_heads * tokens * 8 if gated else 0
+    graph = max(8 * dims.d_model + 16 * width + patterns, 6 * dims.d_model + 9 * d_mlp)
+    # Gradients at q, k, v, and one slice of reader gradients with their norm's temporaries.
+    readers = 4 * width + (8 * dims.n_heads + 2 * min(WRITERS_AT_ONCE, 2 * dims.n_heads)) * dims.d_model / SLICES
+    return Memory(4.0 * (stored + graph + readers), n_prompts * tokens, 4.0 * n_prompts * 6 * reads * vocabulary)
+
+
+class Differences(NamedTuple):
+    """What every writer writes on the clean prompts minus what it writes in the base. Per layer, but for the input."""
+
+    at_input: Tensor  # [batch, tokens, d_model]
+    z: list[Tensor]  # [batch, n_heads, tokens, d_head], post-norm factor included
+    mlp: list[Tensor]  # [batch, tokens, d_model]
 
 
 def eap(
@@ -69,11 +109,12 @@ def eap(
     for first in range(0, len(own), n_at_once):
         some = own[first : first + n_at_once]
         part = prompts.take(some)
-        clean, corrupted = _embeddings(decoder, part)
+        clean, corrupted = decoder.begin(part.clean), decoder.begin(part.corrupted)
         if base is None:
-            differences = _differences(decoder, clean, corrupted)
+            differences = _differences(decoder, clean, corrupted, _writes(decoder, corrupted))
         else:
-            differences = _from_base(decoder, clean, base, some)
+            run = base.base_of(some)
+            differences = _differences(decoder, clean, run.embedding, zip(run.z, run.mlp_out, strict=True))
         differences = _real(differences, part)
         if len(points) > 1 and path == "own":
             _writer_products(decoder, differences, products)
@@ -142,63 +183,35 @@ def exact(patcher: Patcher, progress: Callable[[int], None] = lambda n: None) ->
     return np.where(np.abs(scores) > noise, scores, 0.0).reshape(c.possible.shape)
 
 
-def _embeddings(decoder: Decoder, prompts: Prompts) -> tuple[Tensor, Tensor]:
-    clean, corrupted = (start(decoder.model, ids, logits=False) for ids in (prompts.clean, prompts.corrupted))
-    decoder.rotations = clean.rotations
-    return clean.embedding, corrupted.embedding
+@torch.no_grad()
+def _writes(decoder: Decoder, embedding: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """What each layer writes: (z, post-norm factor included, and what the MLP adds)."""
+    for block in decoder.walk(embedding):
+        yield decoder.scaled(block.layer, block.z), block.mlp_out
 
 
 @torch.no_grad()
-def _differences(decoder: Decoder, clean: Tensor, corrupted: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """What every writer writes on the clean prompt minus on the corrupted one: input, z per layer, MLP per layer."""
-    zs: list[Tensor] = []
-    mlps: list[Tensor] = []
-    for sign, x in ((-1, corrupted), (1, clean)):
-        for layer in range(decoder.dims.n_layers):
-            z = decoder.heads(layer, x)
-            scaled = decoder.scaled(layer, z)
-            after = x + decoder.write(layer, z)
-            mlp = decoder.mlp(layer, x if decoder.components.parallel else after)
-            if sign < 0:
-                zs.append(scaled)
-                mlps.append(mlp.clone())
-            else:
-                zs[layer], mlps[layer] = scaled - zs[layer], mlp - mlps[layer]
-            x = after + mlp
-    return clean - corrupted, zs, mlps
+def _differences(decoder: Decoder, clean: Tensor, base: Tensor, writes: Iterable[tuple[Tensor, Tensor]]) -> Differences:
+    """Clean prompts minus a base, of which the embeddings and what each layer writes are given."""
+    layers = [(a - b, c - d) for (a, c), (b, d) in zip(_writes(decoder, clean), writes, strict=True)]
+    return Differences(clean - base, [z for z, _ in layers], [mlp for _, mlp in layers])
 
 
-@torch.no_grad()
-def _from_base(decoder: Decoder, clean: Tensor, patcher: Patcher, some: Tensor) -> tuple:
-    """The same against what edges outside a circuit carry with this ablation."""
-    run, base = trace(decoder, clean), patcher.base_of(some)
-    z, mlp = ([a - b for a, b in zip(x, y, strict=True)] for x, y in ((run.z, base.z), (run.mlp_out, base.mlp_out)))
-    return clean - base.embedding, z, mlp
-
-
-def _real(differences: tuple, prompts: Prompts) -> tuple:
+def _real(differences: Differences, prompts: Prompts) -> Differences:
     """Nothing changes after a prompt's end: padding has no say in what share of a reader's input an edge carries."""
     at_input, zs, mlps = differences
     real = torch.arange(at_input.shape[1], device=at_input.device) < prompts.lengths[:, None]
     real = real[..., None].to(at_input.dtype)
-    return at_input * real, [z * real[:, None] for z in zs], [mlp * real for mlp in mlps]
+    return Differences(at_input * real, [z * real[:, None] for z in zs], [mlp * real for mlp in mlps])
 
 
-@torch.no_grad()
-def _inputs(decoder: Decoder, x: Tensor) -> list[Tensor]:
-    """The residual stream before every block and after the last, [batch, tokens, d_model] each."""
-    inputs = [x]
-    for layer in range(decoder.dims.n_layers):
-        after = x + decoder.write(layer, decoder.heads(layer, x))
-        x = after + decoder.mlp(layer, x if decoder.components.parallel else after)
-        inputs.append(x)
-    return inputs
-
-
-def _score_once(decoder: Decoder, prompts: Prompts, embedding: Tensor, differences, scores: Tensor) -> None:
+def _score_once(
+    decoder: Decoder, prompts: Prompts, embedding: Tensor, differences: Differences, scores: Tensor
+) -> None:
     """Add the scores that the gradient at one point gives."""
     c = decoder.components
-    inputs = _inputs(decoder, embedding)
+    with torch.no_grad():
+        inputs = [embedding, *(block.after for block in decoder.walk(embedding))]
     final = inputs.pop().requires_grad_()
     with torch.enable_grad():
         metric = prompts.score(decoder.unembed(prompts.at_reads(final))).sum()
@@ -211,7 +224,9 @@ def _score_once(decoder: Decoder, prompts: Prompts, embedding: Tensor, differenc
         gradient = _back(decoder, layer, x, gradient, differences, scores)
 
 
-def _back(decoder: Decoder, layer: int, x: Tensor, gradient: Tensor, differences, scores: Tensor) -> Tensor:
+def _back(
+    decoder: Decoder, layer: int, x: Tensor, gradient: Tensor, differences: Differences, scores: Tensor
+) -> Tensor:
     """Score the readers of one block; gradient after the block -> gradient before it."""
     c, heads = decoder.components, range(decoder.dims.n_heads)
     with torch.no_grad():
@@ -253,10 +268,10 @@ def _through_norm(decoder: Decoder, layer: int, x: Tensor, gradient: Tensor) -> 
 
 
 @torch.no_grad()
-def _writer_products(decoder: Decoder, differences, products: Tensor) -> None:
+def _writer_products(decoder: Decoder, differences: Differences, products: Tensor) -> None:
     """Add the inner products of what all writers change to products [writers, writers]."""
     c = decoder.components
-    at_input, _, mlps = differences
+    at_input, mlps = differences.at_input, differences.mlp
     before = products.clone()
     for part in _slices(len(at_input)):
         products[0, 0] += at_input[part].double().square().sum().cpu()
@@ -278,13 +293,18 @@ def _slices(batch: int) -> list[slice]:
 
 @torch.no_grad()
 def _contract(
-    decoder: Decoder, readers: Tensor, rows: list[int], n_layers: int, differences, scores: Tensor, part: slice
+    decoder: Decoder,
+    readers: Tensor,
+    rows: list[int],
+    n_layers: int,
+    differences: Differences,
+    scores: Tensor,
+    part: slice,
 ) -> None:
     """Inner products of reader gradients [readers, batch, tokens, d_model] with everything the first n_layers write."""
-    at_input, _, mlps = differences
-    block, first = [at_input[part].flatten()[None]], 0
+    block, first = [differences.at_input[part].flatten()[None]], 0
     for layer in range(n_layers):
-        block += [_written(decoder, layer, differences, part), mlps[layer][part].flatten()[None]]
+        block += [_written(decoder, layer, differences, part), differences.mlp[layer][part].flatten()[None]]
         # A handful of writers at a time is slow, all of them at once is a copy of the residual stream for each.
         if sum(map(len, block)) >= WRITERS_AT_ONCE and layer + 1 < n_layers:
             first = _add(readers, rows, block, first, scores)
@@ -292,9 +312,9 @@ def _contract(
     _add(readers, rows, block, first, scores)
 
 
-def _written(decoder: Decoder, layer: int, differences, part: slice) -> Tensor:
+def _written(decoder: Decoder, layer: int, differences: Differences, part: slice) -> Tensor:
     """What the heads of one layer wrote, [heads, batch * tokens * d_model]."""
-    return decoder.write_each(layer, differences[1][layer][part]).flatten(1)
+    return decoder.write_each(layer, differences.z[layer][part]).flatten(1)
 
 
 @torch.no_grad()

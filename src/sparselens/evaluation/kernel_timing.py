@@ -333,7 +333,7 @@ def train_step(batch: int = 32, tokens: int = 1024, steps: int = 15) -> dict[str
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from ..config import Gate
-    from ..models.loading import install_gates
+    from ..models.loading import add_gates
 
     config = LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
@@ -345,7 +345,7 @@ def train_step(batch: int = 32, tokens: int = 1024, steps: int = 15) -> dict[str
         torch.manual_seed(0)
         model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa").to("cuda").train()
         if name == "sparse":
-            install_gates(model, Gate(bias=0.0))
+            add_gates(model, Gate(bias=0.0))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
         def step(seed: int, gated: bool = name == "sparse", model=model, optimizer=optimizer) -> None:

@@ -78,18 +78,8 @@ def _unsupported(
     normalise: str, softcap: float | None, backend: str,
 ) -> str | None:  # fmt: skip
     """Why the fused kernel cannot do this call, or None if it can."""
-    interpreted = backend == "triton" and q.device.type == "cpu" and _interpreted()
-    if not q.is_cuda and not interpreted:
-        return f"it needs a CUDA device, the tensors are on {q.device.type!r}"
-    if not HAS_TRITON:
-        return "the triton package is not installed"
-    if q.is_cuda and _too_old(q.device.index):
-        return "it needs compute capability 8.0 or newer"
-    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
-        return f"dtypes {q.dtype}, {k.dtype}, {v.dtype} are not one of {', '.join(map(str, DTYPES))} for all three"
-    most = 256 if normalise == "all" else 128
-    if not 8 <= q.shape[3] <= most or q.shape[3] % 8 or v.shape[3] != q.shape[3]:
-        return f"head sizes {q.shape[3]} (keys) and {v.shape[3]} (values) are not one multiple of 8 from 8 to {most}"
+    if reason := _no_kernel(q.device, backend) or _misfit(q, k, v, 256 if normalise == "all" else 128):
+        return reason
     if mask is not None and mask.ndim == 4:
         return "a 4-dimensional mask has queries x keys elements; pass document numbers [batch, keys] instead"
     if softcap is not None:
@@ -102,6 +92,27 @@ def _unsupported(
         inputs = (q, k, v, *((bias,) if isinstance(bias, Tensor) else ()))
         if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
             return 'it has no gradients with normalise="open"; use torch.no_grad() for inference'
+    return None
+
+
+def _no_kernel(device: torch.device, backend: str) -> str | None:
+    """Why there is no fused kernel for this device."""
+    interpreted = backend == "triton" and device.type == "cpu" and _interpreted()
+    if device.type != "cuda" and not interpreted:
+        return f"it needs a CUDA device, the tensors are on {device.type!r}"
+    if not HAS_TRITON:
+        return "the triton package is not installed"
+    if device.type == "cuda" and _too_old(device.index):
+        return "it needs compute capability 8.0 or newer"
+    return None
+
+
+def _misfit(q: Tensor, k: Tensor, v: Tensor, most: int) -> str | None:
+    """Why the fused kernel cannot read these tensors; `most`: its largest head."""
+    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        return f"dtypes {q.dtype}, {k.dtype}, {v.dtype} are not one of {', '.join(map(str, DTYPES))} for all three"
+    if not 8 <= q.shape[3] <= most or q.shape[3] % 8 or v.shape[3] != q.shape[3]:
+        return f"head sizes {q.shape[3]} (keys) and {v.shape[3]} (values) are not one multiple of 8 from 8 to {most}"
     return None
 
 

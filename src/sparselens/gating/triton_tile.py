@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .noise import GOLDEN, MIX_1, MIX_2, column_keys
+from .reference import GOLDEN, MIX_1, MIX_2, column_keys
 
 INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 LOG2E = tl.constexpr(math.log2(math.e))
@@ -47,7 +47,7 @@ def mix(x):
 
 @triton.jit
 def row_keys(seed, batch_head, position):
-    """Slope and offset of the rows at these positions (noise.row_keys)."""
+    """Slope and offset of the rows at these positions (reference.row_keys)."""
     head = mix(batch_head.to(tl.uint32) * _GOLDEN + seed.to(tl.uint32))
     word = mix(head + position.to(tl.uint32))
     return word | 1, mix(word + _GOLDEN)
@@ -55,7 +55,7 @@ def row_keys(seed, batch_head, position):
 
 @triton.jit
 def draw(slope, offset, column):
-    """Uniform noise of a tile (noise.uniform), fp32. The three words arrive broadcastable to the tile."""
+    """Uniform noise of a tile (reference.uniform), fp32. The three words arrive broadcastable to the tile."""
     bits = slope * column + offset
     # 23 random bits under the exponent of 1.0 make a float in [1, 2): no integer conversion.
     one_to_two = ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True)

@@ -6,8 +6,8 @@ A Site is the address of one part of a model: `a3` all heads of layer 3, `a3.h1`
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -39,7 +39,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Module names of one model family."""
+    """Where the parts of one model family are, and the few things about it that no module can be asked."""
 
     layers: str  # path of the list of blocks
     attention: str  # name of the attention in a block
@@ -52,34 +52,37 @@ class Architecture:
     mlp_norm: str | None = "post_attention_layernorm"  # before the MLP
     attention_post: str | None = None  # norm of what attention writes, before it is added
     mlp_post: str | None = None
+    query_norm: str = "q_norm"  # of queries and keys, before they are rotated; most families have none
+    key_norm: str = "k_norm"
+    positions: str | None = None  # path of an embedding of positions, where they do not rotate
+    parallel: bool | str = False  # attention and MLP of a block read the same residual stream; a config field says so
+    window: str | None = None  # config field with the window of all layers; None: each attention's own `sliding_window`
+    softcap: str | None = None  # config field with the softcap of attention logits
 
 
 _LLAMA_LIKE = Architecture(layers="model.layers", attention="self_attn")
-_GEMMA = Architecture(
-    layers="model.layers", attention="self_attn", attention_post="post_attention_layernorm",
-    mlp_norm="pre_feedforward_layernorm", mlp_post="post_feedforward_layernorm",
+_GEMMA = replace(
+    _LLAMA_LIKE, attention_post="post_attention_layernorm", mlp_norm="pre_feedforward_layernorm",
+    mlp_post="post_feedforward_layernorm",
 )  # fmt: skip
 
-# config.model_type -> where to look. Adding a family is one line here and one in tests/models.py.
+# config.model_type -> where to look. Each has a tiny model in tests/tiny_models.py.
 ARCHITECTURES = {
     "gpt2": Architecture(
         layers="transformer.h", attention="attn", final_norm="transformer.ln_f", projections=("c_attn",),
-        output="c_proj", attention_norm="ln_1", mlp_norm="ln_2",
+        output="c_proj", attention_norm="ln_1", mlp_norm="ln_2", positions="transformer.wpe",
     ),
     "gpt_neox": Architecture(
         layers="gpt_neox.layers", attention="attention", final_norm="gpt_neox.final_layer_norm",
-        projections=("query_key_value",), interleaved=True, output="dense",
+        projections=("query_key_value",), interleaved=True, output="dense", parallel="use_parallel_residual",
     ),
     "llama": _LLAMA_LIKE,
-    "mistral": _LLAMA_LIKE,
+    "mistral": replace(_LLAMA_LIKE, window="sliding_window"),
     "qwen2": _LLAMA_LIKE,
     "qwen3": _LLAMA_LIKE,
     "olmo": _LLAMA_LIKE,
-    "olmo2": Architecture(
-        layers="model.layers", attention="self_attn", attention_norm=None, mlp_norm=None,
-        attention_post="post_attention_layernorm", mlp_post="post_feedforward_layernorm",
-    ),
-    "gemma2": _GEMMA,
+    "olmo2": replace(_GEMMA, attention_norm=None, mlp_norm=None),
+    "gemma2": replace(_GEMMA, softcap="attn_logit_softcapping"),
     "gemma3_text": _GEMMA,
 }  # fmt: skip
 
@@ -94,17 +97,24 @@ class Dimensions:
     max_tokens: int  # longest sequence the model was made for
 
 
-def architecture(config) -> Architecture:
-    """The module names for this config; ValueError naming the supported families otherwise."""
+def register_architecture(model_type: str, architecture: Architecture) -> None:
+    """Make a family known, by the `model_type` of its config. ValueError when another one has that name."""
+    if ARCHITECTURES.setdefault(model_type, architecture) != architecture:
+        raise ValueError(f"there is another architecture {model_type!r} already: {ARCHITECTURES[model_type]}")
+
+
+def architecture(config: Any) -> Architecture:
+    """The architecture of this config; ValueError naming the supported families otherwise."""
     try:
         return ARCHITECTURES[config.model_type]
     except KeyError:
         raise ValueError(
-            f"cannot put gates into a {config.model_type!r} model. Supported: {', '.join(sorted(ARCHITECTURES))}."
+            f"cannot put gates into a {config.model_type!r} model. Supported: {', '.join(sorted(ARCHITECTURES))}. "
+            "Others may be added with register_architecture() (docs/extending.md)."
         ) from None
 
 
-def dimensions(config) -> Dimensions:
+def dimensions(config: Any) -> Dimensions:
     """The sizes every room speaks of, under one set of names."""
     n_heads = config.num_attention_heads
     for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings"):
@@ -120,14 +130,15 @@ def dimensions(config) -> Dimensions:
     )
 
 
-def mlp_width(config) -> int:
+def mlp_width(config: Any) -> int:
     """Width of the MLP's hidden layer."""
-    return getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    return int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size)
 
 
-def parallel_blocks(config) -> bool:
+def parallel_blocks(config: Any) -> bool:
     """Whether attention and MLP of a block read the same residual stream (GPT-NeoX), not one after the other."""
-    return config.model_type == "gpt_neox" and config.use_parallel_residual
+    parallel = architecture(config).parallel
+    return bool(getattr(config, parallel)) if isinstance(parallel, str) else parallel
 
 
 def base_model(model: "nn.Module") -> Any:
@@ -189,39 +200,42 @@ def parts(model: "nn.Module", layer: int) -> Parts:
     def module(owner: Any, name: str | None) -> Any:
         return None if name is None else getattr(owner, name, None)
 
-    weights = {}
-    if len(names.projections) == 1:
-        weight, bias = linear(getattr(attention, names.projections[0]))
-        shape = (d.n_heads, 3, d.d_head) if names.interleaved else (3, d.n_heads, d.d_head)
-        weight, bias = weight.unflatten(1, shape), None if bias is None else bias.unflatten(0, shape)
-        for i, name in enumerate("qkv"):
-            one = weight.select(2 if names.interleaved else 1, i).permute(1, 0, 2)
-            weights[name] = one, None if bias is None else bias.select(1 if names.interleaved else 0, i)
-    else:
-        for name, projection in zip("qkv", names.projections, strict=True):
-            weight, bias = linear(getattr(attention, projection))
-            one = weight.unflatten(1, (-1, d.d_head)).permute(1, 0, 2)
-            weights[name] = one, None if bias is None else bias.unflatten(0, (-1, d.d_head))
     out, out_bias = linear(getattr(attention, names.output))
-    # Mistral hands its config's window to every layer; the others decide per layer.
-    window = config.sliding_window if config.model_type == "mistral" else getattr(attention, "sliding_window", None)
     return Parts(
-        weights=weights,
-        output=(out.unflatten(0, (d.n_heads, d.d_head)), out_bias),
+        weights=_projections(attention, names, d),
+        output=(out.view(d.n_heads, d.d_head, -1), out_bias),
         attention_norm=module(block, names.attention_norm),
         attention_post=module(block, names.attention_post),
         mlp_norm=module(block, names.mlp_norm),
         mlp=getattr(block, names.mlp),
         mlp_post=module(block, names.mlp_post),
-        query_norm=module(attention, "q_norm"),
-        key_norm=module(attention, "k_norm"),
+        query_norm=module(attention, names.query_norm),
+        key_norm=module(attention, names.key_norm),
         # The family's own rotation: NeoX turns part of a head, the others all of it.
         rotate=getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None),
         clip=getattr(config, "clip_qkv", None),
         scale=getattr(attention, "scaling", d.d_head**-0.5),
-        window=window,
-        softcap=config.attn_logit_softcapping if config.model_type == "gemma2" else None,
+        window=getattr(config, names.window) if names.window else getattr(attention, "sliding_window", None),
+        softcap=getattr(config, names.softcap) if names.softcap else None,
     )
+
+
+def _projections(attention: Any, names: Architecture, d: Dimensions) -> "dict[str, tuple[Tensor, Tensor | None]]":
+    """`Parts.weights`: q, k and v, whether they are stored apart or in one matrix."""
+    if len(names.projections) > 1:
+        found = {}
+        for name, projection in zip("qkv", names.projections, strict=True):
+            weight, bias = linear(getattr(attention, projection))
+            each = weight.view(len(weight), -1, d.d_head).permute(1, 0, 2)
+            found[name] = each, None if bias is None else bias.view(-1, d.d_head)
+        return found
+    weight, bias = linear(getattr(attention, names.projections[0]))
+    # [d_model, q/k/v, head, d_head], or the head first
+    shape = (d.n_heads, 3, d.d_head) if names.interleaved else (3, d.n_heads, d.d_head)
+    which = 1 if names.interleaved else 0
+    every = weight.view(-1, *shape).unbind(which + 1)
+    biases = (None,) * 3 if bias is None else bias.view(shape).unbind(which)
+    return {name: (every[i].permute(1, 0, 2), biases[i]) for i, name in enumerate("qkv")}
 
 
 def linear(module: "nn.Module") -> "tuple[Tensor, Tensor | None]":
@@ -240,27 +254,43 @@ def linear(module: "nn.Module") -> "tuple[Tensor, Tensor | None]":
         return module(torch.eye(d_in, dtype=weight.dtype, device=weight.device)) - bias, bias
 
 
+class Unembedding(NamedTuple):
+    """From the last residual stream to logits."""
+
+    norm: "nn.Module"
+    weight: "Tensor"  # [d_model, vocabulary]
+    bias: "Tensor | None"  # [vocabulary]
+    softcap: float | None  # logits become softcap * tanh(logits / softcap)
+
+
+def unembedding(model: "nn.Module") -> Unembedding:
+    """The last norm and what turns its output into logits."""
+    base = base_model(model)
+    norm = base.get_submodule(architecture(base.config).final_norm)
+    return Unembedding(norm, *linear(base.get_output_embeddings()), _final_softcap(base.config))
+
+
 def unembed(model: "nn.Module", hidden: "Tensor") -> "Tensor":
     """Logits [..., vocabulary] from the last residual stream [..., d_model]."""
-    import torch
-
     base = base_model(model)
     normed = base.get_submodule(architecture(base.config).final_norm)(hidden)
-    logits = base.get_output_embeddings()(normed)
-    cap = getattr(base.config, "final_logit_softcapping", None)
-    return logits if cap is None else torch.tanh(logits / cap) * cap
+    return softcapped(base.get_output_embeddings()(normed), _final_softcap(base.config))
 
 
-def unembedding(model: "nn.Module") -> "tuple[nn.Module, Tensor, Tensor | None]":
-    """(final norm, weight [d_model, vocabulary], bias or None): from the last residual stream to logits, no softcap."""
-    base = base_model(model)
-    return (base.get_submodule(architecture(base.config).final_norm), *linear(base.get_output_embeddings()))
+def _final_softcap(config: Any) -> float | None:
+    return getattr(config, "final_logit_softcapping", None)
+
+
+def softcapped(logits: "Tensor", softcap: float | None) -> "Tensor":
+    """Logits after a softcap, where there is one."""
+    return logits if softcap is None else (logits / softcap).tanh() * softcap
 
 
 def position_embeddings(model: "nn.Module", tokens: int) -> "Tensor | None":
     """What the first positions add to the residual stream, [tokens, d_model]; None where positions only rotate."""
     base = base_model(model)
-    return base.transformer.wpe.weight[:tokens] if base.config.model_type == "gpt2" else None
+    path = architecture(base.config).positions
+    return None if path is None else base.get_submodule(path).weight[:tokens]
 
 
 def norm_parts(norm: "nn.Module", like: "Tensor") -> "tuple[Tensor, Tensor, bool, float]":

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from ..gating import gated_attention, gated_pattern
-from ..gating.noise import later_seed, layer_seed
+from ..gating.reference import later_seed, layer_seed
 from .architectures import architecture
 
 NAME = "sparselens"
@@ -42,7 +42,7 @@ def gated_attention_forward(
     gate_output: str = "edges",
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """What transformers calls in place of its own attention; returns ([batch, queries, n_heads, d_head], record)."""
+    """(value mixes [batch, queries, n_heads, d_head], what `gate_output` asks for), as transformers wants them."""
     bias = getattr(module, "gate_bias", None)
     if bias is None:
         raise ValueError(
@@ -70,13 +70,13 @@ def gated_attention_forward(
         out = bounded(out, value)
     if gate_output == "edges":
         pairs = pairs_once(attention_mask, query.shape[2], key.shape[2], options["window"], query.device, edges.dtype)
-        record = torch.stack([edges, pairs.expand_as(edges)], dim=-1)
+        attentions = torch.stack([edges, pairs.expand_as(edges)], dim=-1)
     elif gate_output in ("pattern", "margin"):
         pattern, _edges = gated_pattern(query, key, bias, **options)
-        record = pattern.weights if gate_output == "pattern" else pattern.margin
+        attentions = pattern.weights if gate_output == "pattern" else pattern.margin
     else:
         raise ValueError(f"gate_output={gate_output!r}: expected 'edges', 'pattern' or 'margin'")
-    return out.transpose(1, 2), record
+    return out.transpose(1, 2), attentions
 
 
 def bounded(out: Tensor, value: Tensor) -> Tensor:

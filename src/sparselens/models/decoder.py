@@ -11,14 +11,45 @@ its own z W_O times that one factor. The factor is taken from the run at hand, n
 what the block writes, in the clean run, in the corrupted run and in every circuit between them.
 """
 
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..gating import gated_attention, gated_pattern
-from .architectures import base_model, dimensions, parallel_blocks, parts, rms_gain, unembed
+from .architectures import (
+    attention_modules,
+    base_model,
+    blocks,
+    dimensions,
+    norm_parts,
+    parallel_blocks,
+    parts,
+    rms_gain,
+    unembed,
+)
 from .component_graph import Components
 from .loading import gate_biases, is_gated
+
+Step = Callable[[int, Tensor], Tensor]  # (layer, what a part reads) -> what it makes of it
+Mix = Callable[[int, Tensor, Tensor], Tensor]  # (layer, weights [..., queries, keys], values) -> the heads' value mixes
+
+
+class _Enough(Exception):
+    """Everything asked for has been seen; the rest of the forward pass is not needed."""
+
+
+class BlockValues(NamedTuple):
+    """What one block read and wrote. [batch, tokens, d_model] where nothing else is said."""
+
+    layer: int
+    residual: Tensor  # entering the block
+    z: Tensor  # [batch, n_heads, tokens, d_head]
+    mlp_in: Tensor  # the residual stream as the MLP reads it, before its norm
+    mlp_out: Tensor  # what the MLP added
+    after: Tensor  # the residual stream leaving the block
 
 
 class Decoder:
@@ -37,7 +68,7 @@ class Decoder:
         self.components = Components(self.dims.n_layers, self.dims.n_heads, parallel_blocks(self.config))
         self.gates = [b.detach() for b in gate_biases(model)] if is_gated(base_model(model)) else None
         self.normalise = self.config.sparselens["normalise"] if self.gates else "all"
-        self.rotations: list[tuple[Tensor, Tensor] | None] = [None] * self.dims.n_layers
+        self._rotations: list[tuple[Tensor, Tensor] | None] = [None] * self.dims.n_layers  # cos, sin [1, tokens, d]
         self.gains = [None if p.attention_post is None else rms_gain(p.attention_post) for p in self.parts]
         norm = self.parts[0].query_norm
         self.wide_norm = norm is not None and next(norm.parameters()).numel() != self.dims.d_head
@@ -50,6 +81,55 @@ class Decoder:
     def couples_heads(self) -> bool:
         """Heads of one layer share a norm, so that none can be computed without the others."""
         return self.wide_norm or self.gains[0] is not None
+
+    def begin(self, ids: Tensor) -> Tensor:
+        """What the model feeds its first block, [batch, tokens, d_model]; later runs rotate as it does for these ids.
+
+        The model itself stops before its last attention.
+        """
+        return self._begin(ids, logits=False)[0]
+
+    def begin_with_logits(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, and the model's own logits after the last token, [batch, 1, vocabulary]."""
+        embedding, logits = self._begin(ids, logits=True)
+        assert logits is not None
+        return embedding, logits
+
+    @torch.no_grad()
+    def _begin(self, ids: Tensor, logits: bool) -> tuple[Tensor, Tensor | None]:
+        found: list[Tensor] = []
+        attentions = attention_modules(self.model)
+
+        def embedding(module: nn.Module, arguments: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> None:
+            found.append(arguments[0] if arguments else keywords["hidden_states"])
+
+        def rotation(layer: int) -> Callable[..., None]:
+            def keep(module: nn.Module, arguments: tuple[Tensor, ...], keywords: dict[str, Any]) -> None:
+                turned = keywords.get("position_embeddings")
+                self._rotations[layer] = None if turned is None else (turned[0][:1], turned[1][:1])
+                if layer + 1 == self.dims.n_layers and not logits:
+                    raise _Enough
+
+            return keep
+
+        handles = [blocks(self.model)[0].register_forward_pre_hook(embedding, with_kwargs=True)]
+        handles += [m.register_forward_pre_hook(rotation(i), with_kwargs=True) for i, m in enumerate(attentions)]
+        try:
+            own = self.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+        except _Enough:
+            own = None
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found[0], own
+
+    def rotate(self, layer: int, q: Tensor, k: Tensor, at: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Rotary embedding of q and k; `at` [tokens]: their positions, where they are not 0, 1, 2 and so on."""
+        rotation, rotate = self._rotations[layer], self.parts[layer].rotate
+        if rotation is None or rotate is None:
+            return q, k
+        cos, sin = (t if at is None else t[:, at] for t in rotation)
+        return rotate(q, k, cos, sin)
 
     def read(self, layer: int, x: Tensor) -> Tensor:
         """What attention sees of the residual stream."""
@@ -102,7 +182,7 @@ class Decoder:
 
     def _prepared(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values as attention uses them: clipped, normed, rotated, where the family does so."""
-        p, rotation = self.parts[layer], self.rotations[layer]
+        p = self.parts[layer]
         if p.clip is not None:
             q, k, v = (t.clamp(-p.clip, p.clip) for t in (q, k, v))
         if p.query_norm is not None and p.key_norm is not None:
@@ -110,9 +190,7 @@ class Decoder:
                 q, k = self._wide(p.query_norm, q, 1), self._wide(p.key_norm, k, self.group)
             else:
                 q, k = p.query_norm(q), p.key_norm(k)
-        if rotation is not None and p.rotate is not None:
-            q, k = p.rotate(q, k, *rotation)
-        return q, k, v
+        return *self.rotate(layer, q, k), v
 
     def _gated(self, p, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         if self.straight_through or not torch.is_grad_enabled():
@@ -179,5 +257,67 @@ class Decoder:
         y = self.read(layer, x)
         return self.mix(layer, *(self.project(layer, through, y) for through in "qkv"))
 
+    def walk(
+        self, x: Tensor, heads: Step | None = None, write: Step | None = None, mlp: Step | None = None
+    ) -> Iterator[BlockValues]:
+        """The forward pass, block by block, from the embeddings x. Parts given here take the place of the model's own.
+
+        heads(layer, residual stream) -> z; write(layer, z) -> what attention adds; mlp(layer, what it reads) -> what it
+        adds. Whoever brings them chooses the shapes.
+        """
+        heads, write, mlp = heads or self.heads, write or self.write, mlp or self.mlp
+        for layer in range(self.dims.n_layers):
+            z = heads(layer, x)
+            after = x + write(layer, z)
+            mlp_in = x if self.components.parallel else after
+            mlp_out = mlp(layer, mlp_in)
+            values = BlockValues(layer, x, z, mlp_in, mlp_out, after + mlp_out)
+            x = values.after
+            yield values
+
+    def run(self, x: Tensor, mix: Mix) -> Tensor:
+        """The last residual stream, from the embeddings x, when `mix` takes the place of weights @ values.
+
+        The weights are softmax times gate, [batch, n_heads, queries, keys].
+        """
+        for block in self.walk(x, heads=lambda layer, x: mix(layer, *self.attend(layer, x))):
+            x = block.after
+        return x
+
     def unembed(self, x: Tensor) -> Tensor:
         return unembed(self.model, x)
+
+
+class Norm:
+    """x -> gain * c(x) / d(x) + bias, with denominators d that can be held. c subtracts the mean (LayerNorm) or not."""
+
+    def __init__(self, module: nn.Module, like: Tensor):
+        self.gain, self.bias, self.centred, self.epsilon = norm_parts(module, like)
+        self.scale = like.new_zeros(0)  # [T, 1]: 1 / d, once held
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The norm itself, in the dtype of x (Hugging Face's RMS norms round to fp32), keeping its denominators."""
+        c = self._centre(x)
+        self.scale = (c.pow(2).mean(-1, keepdim=True) + self.epsilon).rsqrt()
+        return self.gain * c * self.scale + self.bias
+
+    def _centre(self, x: Tensor) -> Tensor:
+        return x - x.mean(-1, keepdim=True) if self.centred else x
+
+    def push(self, x: Tensor, at: Tensor | None = None) -> Tensor:
+        """The linear part, denominators held. x [..., T, D], or [n, D] at positions `at` [n]."""
+        return self._centre(x) * (self.scale if at is None else self.scale[at]) * self.gain
+
+    def pull(self, g: Tensor, at: Tensor | None = None) -> Tensor:
+        """The transpose of `push`."""
+        return self._centre(g * self.gain) * (self.scale if at is None else self.scale[at])
+
+
+def push_through(norm: Norm | None, x: Tensor, at: Tensor | None = None) -> Tensor:
+    """`norm.push`, or x where the family has no such norm."""
+    return x if norm is None else norm.push(x, at)
+
+
+def pull_through(norm: Norm | None, g: Tensor, at: Tensor | None = None) -> Tensor:
+    """`norm.pull`, or g where the family has no such norm."""
+    return g if norm is None else norm.pull(g, at)

@@ -10,13 +10,11 @@ A head's value mix z is the attention-weighted sum of its values; what it writes
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .architectures import Site, attention_modules, base_model, blocks, dimensions, mlp_modules, output_projections
+from .architectures import Site, base_model, dimensions, mlp_modules, output_projections
 
 Value = Tensor | float | Callable[[Tensor], Tensor]
 
@@ -111,51 +109,3 @@ def patch(model: nn.Module, values: Mapping[str, Value] | Mapping[Site, Value]) 
     finally:
         for handle in handles:
             handle.remove()
-
-
-@dataclass
-class Start:
-    """What a model feeds its first block, and what came out at the end."""
-
-    embedding: Tensor  # [batch, tokens, d_model]: the residual stream before the first block
-    rotations: list[tuple[Tensor, Tensor] | None]  # per layer: cos, sin of the rotary embedding, [1, tokens, d]
-    logits: Tensor | None  # [batch, positions, vocabulary], where asked for
-
-
-class _Enough(Exception):
-    """Everything asked for has been seen; the rest of the forward pass is not needed."""
-
-
-def start(model: nn.Module, ids: Tensor, logits: bool = True, last: int = 0) -> Start:
-    """Run the model once and keep what only it knows: embeddings as the blocks get them, rotations, its own logits.
-
-    last: how many positions to keep logits of, counted from the end; 0 is all of them.
-    """
-    found: dict[str, Any] = {}
-    layers = attention_modules(model)
-    rotations: list[tuple[Tensor, Tensor] | None] = [None] * len(layers)
-
-    def first(module: nn.Module, arguments: tuple, keywords: dict) -> None:
-        found["embedding"] = arguments[0] if arguments else keywords["hidden_states"]
-
-    def rotation(layer: int) -> Callable:
-        def hook(module: nn.Module, arguments: tuple, keywords: dict) -> None:
-            if keywords.get("position_embeddings") is not None:
-                cos, sin = keywords["position_embeddings"]
-                rotations[layer] = (cos[:1], sin[:1])
-            if layer + 1 == len(layers) and not logits:
-                raise _Enough
-
-        return hook
-
-    handles = [blocks(model)[0].register_forward_pre_hook(first, with_kwargs=True)]
-    handles += [m.register_forward_pre_hook(rotation(i), with_kwargs=True) for i, m in enumerate(layers)]
-    try:
-        with torch.no_grad():
-            found["logits"] = model(input_ids=ids, use_cache=False, logits_to_keep=last).logits
-    except _Enough:
-        found["logits"] = None
-    finally:
-        for handle in handles:
-            handle.remove()
-    return Start(found["embedding"], rotations, found["logits"])

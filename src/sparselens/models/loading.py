@@ -37,7 +37,7 @@ Source = str | Path | Run | nn.Module | tuple[nn.Module, PreTrainedTokenizerBase
 ADAPTER_PREFIX = "sparselens:"  # marks an adapter's base so that plain peft cannot load it without its gates
 
 
-def install_gates(model: PreTrainedModel, gate: Gate) -> PreTrainedModel:
+def add_gates(model: PreTrainedModel, gate: Gate) -> PreTrainedModel:
     """Put gates into a dense model, in place: a learnable bias per head and the gated attention."""
     if is_gated(model):
         raise ValueError("this model already has gates; change its `gate_bias` parameters instead of adding new ones")
@@ -92,7 +92,7 @@ def load(
     else:
         model, tokenizer = _load_folder(str(source), dtype)
     if gate is not None:
-        install_gates(model, gate)
+        add_gates(model, gate)
     model.eval()
     return (model.to(device) if device else model), tokenizer  # type: ignore[arg-type]
 
@@ -164,7 +164,7 @@ def _load_folder(source: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTo
     _refuse_incomplete(model, report, source)
     if settings:
         del model.config.sparselens
-        install_gates(model, Gate(normalise=settings["normalise"]))
+        add_gates(model, Gate(normalise=settings["normalise"]))
         _restore_gates(model, _read_gates(source))
     return model, tokenizer
 
@@ -281,7 +281,7 @@ def _load_adapter(path: Path, dtype: str) -> tuple[Any, PreTrainedTokenizerBase]
     with reading(path / "gates.json"):
         settings = read_json(path / "gates.json")
         if settings is not None:  # as it is for the adapter of a dense control, which was saved without gates
-            install_gates(base, Gate(normalise=settings["normalise"]))
+            add_gates(base, Gate(normalise=settings["normalise"]))
     config.base_model_name_or_path = name.removeprefix(ADAPTER_PREFIX)
     try:
         gates = load_file(path / "gates.safetensors")

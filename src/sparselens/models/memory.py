@@ -1,47 +1,9 @@
-"""How much memory scoring needs: an estimate before, a measurement to check it by."""
-
-from dataclasses import dataclass
+"""How much memory something took: a measurement for tests and benchmarks, and whether it ran out."""
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from .architectures import Dimensions
-
-SLICES = 8  # reader gradients exist for an eighth of the tokens at a time
-WRITERS_AT_ONCE = 48  # writers' differences in the residual stream, for the same slice
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What scoring will need beside the model's weights, in bytes."""
-
-    per_token: float
-    tokens: int
-    logits: float  # logits at the reads, and the model's own on both prompts
-
-    @property
-    def total(self) -> float:
-        return self.per_token * self.tokens + self.logits
-
-    def __str__(self) -> str:
-        each = f"{self.per_token / 2**20:.2f} MB per token, {self.tokens:,} tokens at a time"
-        return f"{self.total / 2**20:,.0f} MB ({each})"
-
-
-def estimate_memory(
-    dims: Dimensions, d_mlp: int, n_prompts: int, tokens: int, reads: int = 1, vocabulary: int = 0, gated: bool = False
-) -> Memory:
-    """Peak memory of scoring n_prompts prompts of `tokens` tokens at once, fp32. d_mlp: width inside the MLP."""
-    stored = 3 * dims.n_layers * dims.d_model
-    # One block's graph: residual streams, norms, q/k/v with rotations; attention patterns (or flash statistics).
-    width = dims.n_heads * dims.d_head
-    patterns = dims.n_heads * tokens * 8 if gated else 0
-    graph = max(8 * dims.d_model + 16 * width + patterns, 6 * dims.d_model + 9 * d_mlp)
-    # Gradients at q, k, v, and one slice of reader gradients with their norm's temporaries.
-    readers = 4 * width + (8 * dims.n_heads + 2 * min(WRITERS_AT_ONCE, 2 * dims.n_heads)) * dims.d_model / SLICES
-    return Memory(4.0 * (stored + graph + readers), n_prompts * tokens, 4.0 * n_prompts * 6 * reads * vocabulary)
 
 
 class PeakMemory(TorchDispatchMode):

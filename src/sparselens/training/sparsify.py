@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from ..config import Sparsify, Text, Training
 from ..data.batches import Batches, TextBatches, refuse_overlap
 from ..models.architectures import architecture, blocks, dimensions
-from ..models.loading import gate_biases, install_gates, is_gated, load, save
+from ..models.loading import add_gates, gate_biases, is_gated, load, save
 from ..runs import distributed
 from ..runs.run import Metrics, Run
 from .controllers import Budget, Constraint
@@ -248,7 +248,7 @@ def _gated_copy(base: nn.Module, settings: Sparsify) -> nn.Module:
 
 
 def _add_gates(model: nn.Module, settings: Sparsify) -> None:
-    install_gates(model.get_base_model() if settings.training.lora else model, settings.gate)  # type: ignore
+    add_gates(model.get_base_model() if settings.training.lora else model, settings.gate)  # type: ignore
     for bias in gate_biases(model):
         bias.requires_grad_(True)
 
