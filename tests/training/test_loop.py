@@ -18,6 +18,7 @@ from sparselens.evaluation.side_by_side import evaluate
 from sparselens.models.loading import gate_biases, install_gates, is_gated
 from sparselens.runs.run import Metrics
 from sparselens.training import compilation as speed
+from sparselens.training import engine
 from sparselens.training import loop as training
 from sparselens.training.measure import measure
 from sparselens.training.sparsify import _settings, _target, start_within_reach, trainable
@@ -87,7 +88,7 @@ def test_resume_is_bit_identical(base, tmp_path, options, monkeypatch):
     """Interrupted after step 7 and resumed: every metric of every step equals the uninterrupted run's."""
     whole, _ = sparsify(base, tmp_path / "whole", **options)
     stop_after(monkeypatch, 7)
-    with pytest.raises(training.Interrupted, match="after step 7 of 12"):
+    with pytest.raises(engine.Interrupted, match="after step 7 of 12"):
         sparsify(base, tmp_path / "parts", **options)
     monkeypatch.undo()
     parts, _ = sparsify(base, tmp_path / "parts", resume=True, **options)
@@ -160,7 +161,7 @@ def test_a_gpu_follows_the_cpu(base, tmp_path, optimizer, compile, monkeypatch):
 def test_muon_resumes_on_a_gpu(base, tmp_path, monkeypatch):
     whole, _ = sparsify(base, tmp_path / "whole", optimizer="muon")
     stop_after(monkeypatch, 7)
-    with pytest.raises(training.Interrupted, match="after step 7 of 12"):
+    with pytest.raises(engine.Interrupted, match="after step 7 of 12"):
         sparsify(base, tmp_path / "parts", optimizer="muon")
     monkeypatch.undo()
     parts, _ = sparsify(base, tmp_path / "parts", optimizer="muon", resume=True)
@@ -200,7 +201,7 @@ def test_learning_by_heart_is_noticed(base, tmp_path):
 def test_interrupted_control_is_resumed_too(base, tmp_path, monkeypatch):
     whole, _ = sparsify(base, tmp_path / "whole", control=True)
     stop_after(monkeypatch, 6)
-    with pytest.raises(training.Interrupted):
+    with pytest.raises(engine.Interrupted):
         sparsify(base, tmp_path / "parts", control=True)
     monkeypatch.undo()
     parts, _ = sparsify(base, tmp_path / "parts", control=True, resume=True)
@@ -339,9 +340,8 @@ def test_the_returned_state_is_the_sparsest_that_meets_the_target(base, tmp_path
 def test_the_best_state_is_written_with_the_checkpoints_and_not_more_often(base, tmp_path, monkeypatch):
     """Every evaluation may find a better one; before each checkpoint the one it speaks of is on disk."""
     from sparselens.runs.checkpoints import load_checkpoint
-    from sparselens.training import loop as training
 
-    written, original, evaluate, then = [], training.save_checkpoint, training.evaluate, {}
+    written, original, evaluate, then = [], engine.save_checkpoint, training.Stage.evaluate, {}
 
     def save(folder, step, tensors, state, **options):
         written.append((folder.name, step))
@@ -349,12 +349,13 @@ def test_the_best_state_is_written_with_the_checkpoints_and_not_more_often(base,
             assert (folder.parent / "best" / f"step-{state['best']['step']:08d}").is_dir()
         return original(folder, step, tensors, state, **options)
 
-    def noted(stage, progress, parameters, *rest):
-        then[progress.step] = {name: p.detach().clone() for name, p in parameters.items()}
-        return evaluate(stage, progress, parameters, *rest)
+    def noted(stage):
+        then[stage.progress.step] = {name: p.detach().clone() for name, p in stage.parameters.items()}
+        return evaluate(stage)
 
-    monkeypatch.setattr(training, "save_checkpoint", save)
-    monkeypatch.setattr(training, "evaluate", noted)
+    for module in (engine, training):
+        monkeypatch.setattr(module, "save_checkpoint", save)
+    monkeypatch.setattr(training.Stage, "evaluate", noted)
     monkeypatch.setattr(training.Budget, "rank", lambda self, loss, margin, density: [abs(len(then) - 7)])  # the 7th
     run, _ = sparsify(base, tmp_path / "run", evaluate_every=1, checkpoint_every=4, steps=12)
     best = [step for name, step in written if name == "best"]

@@ -12,7 +12,7 @@ import sparselens as sl
 from sparselens.config import Transcode
 from sparselens.models.loading import install_gates
 from sparselens.runs.run import Metrics
-from sparselens.training.loop import Interrupted
+from sparselens.training.engine import Interrupted
 from sparselens.training.measure import forward
 from sparselens.transcoders import transcode as transcoding
 from sparselens.transcoders.evaluation import measure_fit, measure_replacement
@@ -173,7 +173,7 @@ def test_dead_features_come_back():
             optimizer.zero_grad()
             made.loss(losses, 0.0).backward()
             optimizer.step()
-            made.note_fired(losses, 40)
+            made.note_fired(losses.fired, 40)
         return made.dead[:, :5].float().mean().item()
 
     assert train(0.0) == 1.0
@@ -285,15 +285,15 @@ def test_end_to_end(tmp_path, activation, gated):
 def test_resume_is_bit_identical(tmp_path, options, monkeypatch):
     """Interrupted after step 7 and resumed: every metric and every weight equals the uninterrupted run's."""
     whole, _ = transcode(tmp_path / "whole", **options)
-    original, calls = transcoding.describe, []
+    original, calls = transcoding.TranscoderStage.describe, []
 
-    def describe(line):
+    def describe(stage, line):
         calls.append(1)
         if len(calls) == 7:
             os.kill(os.getpid(), signal.SIGINT)
-        return original(line)
+        return original(stage, line)
 
-    monkeypatch.setattr(transcoding, "describe", describe)
+    monkeypatch.setattr(transcoding.TranscoderStage, "describe", describe)
     with pytest.raises(Interrupted, match="after step 7 of 12"):
         transcode(tmp_path / "parts", **options)
     monkeypatch.undo()
@@ -321,6 +321,21 @@ def test_nans_are_discarded_and_the_third_in_a_row_stops(tmp_path, monkeypatch):
     monkeypatch.setattr(Learner, "loss", bad({6, 7, 8}))
     with pytest.raises(ValueError, match=r"3 steps in a row were not finite.*--lr"):
         transcode(tmp_path / "again")
+
+
+def test_ruined_weights_go_back_to_the_last_checkpoint(tmp_path, monkeypatch):
+    original, calls = Learner.loss, []
+
+    def ruined(self, losses, sparsity):
+        calls.append(1)
+        if len(calls) == 7:
+            self.transcoder.W_enc[0].data.fill_(torch.nan)
+        return original(self, losses, sparsity) * (torch.nan if len(calls) == 7 else 1)
+
+    monkeypatch.setattr(Learner, "loss", ruined)
+    made, said = transcode(tmp_path / "run")
+    assert any("went back to the checkpoint of step 5" in text for text in said)
+    assert all(p.isfinite().all() for p in made.parameters()) and len(lines(tmp_path / "run")) == 11
 
 
 def test_bf16_keeps_fp32_weights_and_stays_close(tmp_path):

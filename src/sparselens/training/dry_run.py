@@ -29,7 +29,7 @@ from ..models.architectures import dimensions
 from ..models.attention import _causal_pairs
 from ..models.memory import PeakMemory
 from .loop import Stage, loss_and_density
-from .measure import forward
+from .measure import forward, in_bf16
 from .optimizers import make_optimizer
 from .sparsify import _add_gates, trainable
 
@@ -79,7 +79,7 @@ def _count(config, settings: Sparsify, length: int, sequences: int, gpu: bool, c
     with torch.device("meta"):
         model = _model(config, settings, layers, gated=not fused)
         teacher = _plain(config, layers) if settings.loss == "kl" else None
-    bf16 = settings.training.precision == "bf16" or (settings.training.precision == "auto" and gpu)
+    bf16 = in_bf16(settings.training.precision, "cuda" if gpu else "cpu")
     work = _Work(collect=settings.training.gradient_checkpointing)
     if work.collect:
         gc.collect()
@@ -265,7 +265,7 @@ def _time(config, settings: Sparsify, length: int, sequences: int, device: str, 
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = make_optimizer(parameters, settings.training)
     stage = Stage("plan", model, None, Path(), settings.training, teacher=teacher)  # type: ignore[arg-type]
-    bf16 = settings.training.precision == "bf16" or (settings.training.precision == "auto" and device == "cuda")
+    bf16 = in_bf16(settings.training.precision, device)
 
     def gradients(n: int) -> float:
         began = _now(device)

@@ -85,6 +85,11 @@ def forward(model: nn.Module, batch: dict[str, Tensor], **options) -> Any:
     return model(**inputs, use_cache=False, **options)
 
 
+def in_bf16(precision: str, device: str | None = None) -> bool:
+    """Whether matrix products are in bf16: where the settings say so, or leave it open and there is a GPU."""
+    return precision == "bf16" or (precision == "auto" and (device or distributed.device()) == "cuda")
+
+
 def measure(
     model: nn.Module,
     batches: Batches,

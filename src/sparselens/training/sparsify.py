@@ -23,8 +23,8 @@ from ..models.loading import gate_biases, install_gates, is_gated, load, save
 from ..runs import distributed
 from ..runs.run import Metrics, Run
 from .controllers import Budget, Constraint
-from .loop import Best, Stage, precision_of, train
-from .measure import Measurement, measure
+from .loop import Best, Stage, train
+from .measure import Measurement, in_bf16, measure
 from .plan import refuse_full_disk
 
 STEERING_SHARE = 4  # one held-out sequence in this many may steer
@@ -143,8 +143,7 @@ def sparsify_into(
     base = _place(copy.deepcopy(source) if distributed.sharded() else source, device)
     steering = steering_count(batches)
     micro = distributed.micro_batch(training.batch, training.micro_batch, batches.length)
-    precision = precision_of(training.precision)
-    autocast = torch.autocast(device, torch.bfloat16, enabled=precision == "bf16")
+    autocast = torch.autocast(device, torch.bfloat16, enabled=in_bf16(training.precision))
     with autocast:
         reference = measure(base, batches, 0, steering, micro_batch=micro).losses
     report_from, report_count = report_slice(batches)

@@ -127,10 +127,10 @@ class Learner(nn.Module):
         return losses.errors.sum() + sparsity * losses.sparsity + self.settings.dead_penalty * losses.dead
 
     @torch.no_grad()
-    def note_fired(self, losses: Losses, tokens: int) -> None:
-        """Keep count of how long each feature has been silent."""
-        for silent, fired in zip(self.silent, losses.fired, strict=True):
-            silent.add_(tokens).masked_fill_(distributed.total(fired.int()) > 0, 0)
+    def note_fired(self, fired: list[Tensor], tokens: int) -> None:
+        """Keep count of how long each feature has been silent; fired: `Losses.fired`."""
+        for silent, here in zip(self.silent, fired, strict=True):
+            silent.add_(tokens).masked_fill_(distributed.total(here.int()) > 0, 0)
 
     @property
     def dead(self) -> Tensor:
