@@ -16,12 +16,14 @@ import sparselens as sl
 from sparselens.config import Gate, Sparsify, Training
 from sparselens.evaluation.side_by_side import evaluate
 from sparselens.models.loading import gate_biases, install_gates, is_gated
-from sparselens.runs.run import Metrics
+from sparselens.runs.run import Metrics, Run
 from sparselens.training import compilation as speed
 from sparselens.training import engine
 from sparselens.training import loop as training
+from sparselens.training.copies import start_within_reach, trainable
 from sparselens.training.measure import measure
-from sparselens.training.sparsify import _settings, _target, start_within_reach, trainable
+from sparselens.training.request import overridden
+from sparselens.training.sparsify import _target
 
 
 @pytest.fixture
@@ -460,10 +462,12 @@ def test_kl_target_is_the_tolerance():
 def test_overrides_reach_the_right_settings():
     from sparselens.config import Text
 
-    settings, text = _settings(Sparsify(), Text(), {"steps": 7, "length": 99, "target": "control", "bias": 1.0})
+    settings, text = overridden(Sparsify(), Text(), {"steps": 7, "length": 99, "target": "control", "bias": 1.0})
     assert settings.training.steps == 7 and text.length == 99 and settings.control and settings.gate.bias == 1.0
+    both, _ = overridden(Sparsify(), Text(), {"micro_batch": 6, "batch": 12, "gate": Gate(normalise="open"), "bias": 2})
+    assert both.training.micro_batch == 6 and both.gate == Gate(bias=2, normalise="open")
     with pytest.raises(ValueError, match="unknown setting 'stepps'"):
-        _settings(Sparsify(), Text(), {"stepps": 7})
+        overridden(Sparsify(), Text(), {"stepps": 7})
 
 
 @pytest.mark.parametrize(
@@ -521,6 +525,27 @@ def test_a_sparse_model_is_not_made_sparse_again(base, tmp_path):
     run, _ = sparsify(base, tmp_path / "run")
     with pytest.raises(ValueError, match="already sparse"):
         sparsify(run.path, tmp_path / "again")
+
+
+def test_a_run_or_a_model_in_memory_serves_as_well_as_its_name(base, tmp_path):
+    whole, _ = sparsify(base, tmp_path / "whole")
+    model, tokenizer = sl.load(base)
+    model.train().lm_head.requires_grad_(False)
+    before = {name: (p.clone(), p.requires_grad) for name, p in model.named_parameters()}
+    made, _ = sparsify((model, tokenizer), tmp_path / "made")
+    assert lines(made.path) == lines(whole.path) and made.record["config"]["model"] == str(base)
+    assert model.training and not is_gated(model)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name][0]) and p.requires_grad == before[name][1], name
+    dense = Run.create(tmp_path / "dense", "sparsify", {})
+    dense.unlock()
+    sl.save(model, tokenizer, dense.path / "model")
+    again, _ = sparsify(dense, tmp_path / "again")
+    assert lines(again.path) == lines(whole.path) and again.record["config"]["model"] == str(dense.path)
+    with pytest.raises(ValueError, match="already sparse"):
+        sparsify(again, tmp_path / "twice")
+    with pytest.raises(ValueError, match="text needs a tokenizer"):
+        sl.sparsify(model, str(base / "config.json"), tmp_path / "no", length=16)
 
 
 def test_an_existing_run_is_not_overwritten(base, tmp_path):

@@ -352,6 +352,8 @@ def test_the_users_model_is_left_as_it_was(tmp_path):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     transcode(tmp_path / "run", model)
     assert model.training and all(p.requires_grad for p in model.parameters())
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["config"]["model"] == "gpt2", "a model without a name is called by its kind"
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
@@ -416,6 +418,8 @@ def test_refusals_before_any_work(tmp_path, monkeypatch):
         sl.transcode(model, data="text.txt", out=tmp_path / "run", length=16)
     with pytest.raises(ValueError, match="no model found"):
         sl.transcode("no-such/model", data=Words(), out=tmp_path / "run")
+    with pytest.raises(ValueError, match="is not empty"):
+        sl.transcode((model, tiny_tokenizer()), data=Words(), out=tmp_path)
     import shutil
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))

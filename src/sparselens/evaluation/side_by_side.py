@@ -17,7 +17,7 @@ from ..models.loading import is_gated, load
 from ..runs import distributed
 from ..runs.run import Run, check_folder, check_writable, provenance, reading, write_bytes, write_json
 from ..training.measure import in_bf16, measure
-from ..training.sparsify import report_slice, table
+from ..training.sparsify import loss_table, report_slice
 from .behaviour import behaviour, check_one_vocabulary, markdown, read_prompts
 from .lm_eval import answer_benchmarks, benchmark_table, find_benchmarks
 
@@ -104,7 +104,7 @@ def evaluate(
 def _tell(title: str, rows: list[dict[str, Any]], say) -> list[dict[str, Any]]:
     lines = [title or "\n".join(f"{row['kind']}: {row['name']}" for row in rows)]
     if "loss" in rows[0]:
-        lines.append(table(rows))
+        lines.append(loss_table(rows))
     if "benchmarks" in rows[0]:
         lines.append(benchmark_table(rows))
     say("\n".join(lines) + "\n")

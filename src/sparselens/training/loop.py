@@ -29,6 +29,7 @@ from ..runs import distributed
 from ..runs.checkpoints import checkpoint_states, fill, load_checkpoint, save_checkpoint
 from .compilation import faster, fused
 from .controllers import Budget, Constraint
+from .copies import recompute
 from .engine import Progress, Trainee, run
 from .measure import forward, in_bf16, measure, token_kl, token_losses
 from .optimizers import make_optimizer
@@ -90,8 +91,7 @@ class Stage(Trainee):
         if self.teacher is not None:
             distributed.place(self.teacher, device, blocks(self.teacher)).eval()
         if settings.gradient_checkpointing:
-            # Reentrant checkpointing would lose the edge counts on their way out of the model.
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore
+            recompute(model)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(self.parameters, settings)
         self.runner = distributed.trainable(model)  # the model, with DDP around it where there are several processes
@@ -275,8 +275,8 @@ def loss_and_density(
     loss = losses.sum() / distributed.mean((labels != -100).sum())
     if not gated:
         return loss, torch.zeros((), device=loss.device)
-    record = torch.stack(output.attentions)  # [n_layers, batch, n_heads, 2]: edges, pairs
-    return loss, record[..., 0].sum() / distributed.mean(record[..., 1].sum())
+    counts = torch.stack(output.attentions)  # [n_layers, batch, n_heads, 2]: edges, pairs
+    return loss, counts[..., 0].sum() / distributed.mean(counts[..., 1].sum())
 
 
 def warn_if_parting(stage: Stage, heldout: float) -> None:

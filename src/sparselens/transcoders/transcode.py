@@ -9,7 +9,6 @@
 """
 
 import dataclasses
-import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,16 +18,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from ..config import Text, Transcode
-from ..data.batches import Batches, TextBatches, refuse_overlap
-from ..models.architectures import architecture, base_model, blocks, dimensions
-from ..models.loading import load
+from ..data.batches import Batches
+from ..models.architectures import base_model, blocks, dimensions
+from ..models.loading import Source, resolve
 from ..runs import distributed
-from ..runs.run import Run
+from ..runs.run import Run, refuse_full_disk
 from ..training import engine
+from ..training.copies import left_as_it_was
 from ..training.engine import Progress, Trainee
 from ..training.measure import in_bf16
+from ..training.request import Data, batches_of, check_length, length_of, overridden, source_name
 from .evaluation import measure_fit, measure_replacement, tokens_of
 from .files import FOLDER
 from .losses import Learner, Losses
@@ -40,10 +42,10 @@ BETAS = (0.9, 0.99)
 
 
 def transcode(
-    model: "str | Path | nn.Module",
-    tokenizer: Any = None,
+    model: Source,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     *,
-    data: "str | list[str] | Batches",
+    data: Data,
     out: str | Path,
     settings: Transcode | None = None,
     text: Text | None = None,
@@ -55,77 +57,38 @@ def transcode(
 ) -> Transcoder:
     """Train features that stand in for a model's MLPs; returns the transcoder and leaves a Run in `out`.
 
-    model: a model, dense or sparse, or a name, folder, Run or .gguf file. data: files, globs, a dataset name, or
-    anything with `Batches`' methods. name: what to call the model in the record. overrides: fields of `Transcode` or
-    `Text` by name.
+    model: dense or sparse; a model, (model, tokenizer), or a name, folder, Run or .gguf file. data: files, globs, a
+    dataset name, or anything with `Batches`' methods. name: what to call the model in the record. overrides: fields of
+    `Transcode` or `Text` by name.
     """
-    settings, text = _settings(settings or Transcode(), text or Text(), overrides)
+    settings, text = overridden(settings or Transcode(), text or Text(), overrides)
     distributed.micro_batch(settings.batch, None)  # refuses one that the processes cannot share
     distributed.start()
-    say, show_progress = distributed.quiet(say), show_progress and distributed.is_main()
+    say = distributed.quiet(say)
     distributed.on_main(lambda: Run.check(out, resume))
-    if isinstance(model, str | Path):
-        name = name or str(model)
-        model, tokenizer = load(model)
-    architecture(base_model(model).config)
-    longest = dimensions(base_model(model).config).max_tokens
-    length = text.length if isinstance(data, str | list) else data.length
-    if length > longest:
-        raise ValueError(f"sequences of {length} tokens are longer than the {longest} this model allows (--length)")
-    if isinstance(data, str | list) and tokenizer is None:
-        raise ValueError("text needs a tokenizer; give the model's own, or the model by name")
-    _refuse_full_disk(Path(out), model, settings)
-    batches = (
-        data
-        if not isinstance(data, str | list)
-        else distributed.main_first(lambda: _text_batches(data, tokenizer, settings, text, show_progress))
-    )
+    name = name or source_name(model)
+    model, tokenizer = resolve(model, tokenizer)
+    d = dimensions(base_model(model).config)
+    check_length(base_model(model).config, length_of(data, text))
+    # Two checkpoints (weights and both Adam moments) and the result must fit.
+    need = 4 * 7 * n_parameters(d.n_layers, d.d_model, settings)
+    refuse_full_disk(Path(out), need, "learn fewer --features")
+    batches = batches_of(data, tokenizer, text, settings, show_progress and distributed.is_main())
     if batches.n_heldout < 1:
         raise ValueError("there are no held-out sequences to measure on; give more data")
-    asked = {"model": name or "", "data": batches.describe(), **dataclasses.asdict(settings)}
+    asked = {"model": name, "data": batches.describe(), **dataclasses.asdict(settings)}
     run = Run.create(out, "transcode", asked, resume)
     try:
-        return _transcode_into(run, model, batches, settings, name or "", resume, show_progress, say)
+        with left_as_it_was(model):
+            return _transcode_into(run, model, batches, settings, name, resume, show_progress, say)
     finally:
         run.unlock()
-
-
-def _settings(settings: Transcode, text: Text, overrides: dict[str, Any]) -> tuple[Transcode, Text]:
-    for name, value in overrides.items():
-        if name in {field.name for field in dataclasses.fields(settings)}:
-            settings = dataclasses.replace(settings, **{name: value})
-        elif name in {field.name for field in dataclasses.fields(text)}:
-            text = dataclasses.replace(text, **{name: value})
-        else:
-            raise ValueError(f"unknown setting {name!r}; see sparselens transcode --help for all of them")
-    return settings, text
-
-
-def _text_batches(data: str | list[str], tokenizer, settings: Transcode, text: Text, show: bool) -> TextBatches:
-    patterns = [data] if isinstance(data, str) else list(data)
-    refuse_overlap(patterns, list(text.heldout))
-    return TextBatches(
-        patterns, tokenizer, text.length, cache=text.cache,
-        need=settings.steps * settings.batch * text.length, heldout_patterns=list(text.heldout),
-        heldout_tokens=text.heldout_tokens, field=text.text_field, seed=settings.seed,
-        progress=show,
-    )  # fmt: skip
 
 
 def n_parameters(n_layers: int, d_model: int, settings: Transcode) -> int:
     """Weights of a transcoder: one encoder row and one decoder row per target for every feature, and the biases."""
     targets = n_layers * (n_layers + 1) // 2 if settings.cross_layer else n_layers
     return settings.features * (d_model * (n_layers + targets) + 2 * n_layers) + n_layers * d_model
-
-
-def _refuse_full_disk(out: Path, model: nn.Module, settings: Transcode) -> None:
-    """Two checkpoints (weights and both Adam moments) and the result must fit."""
-    d = dimensions(base_model(model).config)
-    need = 4 * n_parameters(d.n_layers, d.d_model, settings) * 7
-    place = next(path for path in [out.absolute(), *out.absolute().parents] if path.exists())
-    free = shutil.disk_usage(place).free
-    if free < need:
-        raise ValueError(f"{place} has {free / 1e9:.1f} GB free; this run may need {need / 1e9:.1f} GB")
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------
@@ -234,7 +197,6 @@ def _transcode_into(
     run: Run, model: nn.Module, batches: Batches, settings: Transcode, name: str, resume: bool, show: bool, say
 ) -> Transcoder:
     device = distributed.device()
-    was_training = model.training
     distributed.place(model.requires_grad_(False) if distributed.sharded() else model, device, blocks(model)).eval()
     d = dimensions(base_model(model).config)
     learner = Learner(d.n_layers, d.d_model, settings, name)
@@ -247,9 +209,7 @@ def _transcode_into(
     )
     stage = TranscoderStage(run.path, model, batches, settings, learner, say, show)
     engine.run(stage, resume)
-    transcoder = finish(stage, run)
-    model.train(was_training)
-    return transcoder
+    return finish(stage, run)
 
 
 def finish(stage: TranscoderStage, run: Run) -> Transcoder:
