@@ -208,10 +208,10 @@ def configuration(sizes: dict):
 def options(length: int, overrides: dict):
     """(Sparsify, Text) of a short run that evaluates and writes checkpoints, as long ones do."""
     from sparselens.config import Sparsify, Text
-    from sparselens.training.sparsify import _settings
+    from sparselens.training.request import overridden
 
     heldout = 32 * length
-    return _settings(
+    return overridden(
         Sparsify(), Text(length=length, heldout_tokens=heldout),
         dict(steps=STEPS, evaluate_every=4, evaluate_sequences=8, checkpoint_every=3) | overrides,
     )  # fmt: skip

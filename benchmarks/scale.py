@@ -35,9 +35,9 @@ from sparselens.tasks import Pair
 from sparselens.tasks.prompts import Item, Prompts, Read, collate
 from sparselens.training.compilation import compiles
 from sparselens.training.controllers import Budget
+from sparselens.training.copies import add_gates, dense_copy
 from sparselens.training.loop import Stage, loss_and_density
 from sparselens.training.optimizers import make_optimizer
-from sparselens.training.sparsify import _add_gates, _copy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GIB = 2**30
@@ -148,9 +148,9 @@ def trainable(kind, config, dtype: torch.dtype, settings: Sparsify) -> Any:
     torch.manual_seed(0)
     with torch.device(DEVICE):
         base = kind._from_config(config, dtype=dtype, attn_implementation="sdpa").requires_grad_(False)
-    model = _copy(base, settings.training)
+    model = dense_copy(base, settings.training)
     del base
-    _add_gates(model, settings)
+    add_gates(model, settings)
     return model.train()
 
 

@@ -51,7 +51,7 @@ def lines(run):
 
 def stop_after(monkeypatch, step):
     """As if Ctrl-C came during that step."""
-    original = training.describe
+    original = training.Stage.describe
     calls = []
 
     def describe(*args):
@@ -60,4 +60,4 @@ def stop_after(monkeypatch, step):
             os.kill(os.getpid(), signal.SIGINT)
         return original(*args)
 
-    monkeypatch.setattr(training, "describe", describe)
+    monkeypatch.setattr(training.Stage, "describe", describe)

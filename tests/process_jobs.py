@@ -5,19 +5,22 @@ import math
 import os
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 import sparselens as sl
 from sparselens.runs import distributed
+from sparselens.training import engine
 from sparselens.training import loop as training
 
 QUICK = dict(
     steps=20, batch=8, length=16, evaluate_every=5, evaluate_sequences=4, checkpoint_every=8, lr=1e-3, bias_lr=0.05,
     loss="cross-entropy", density=0.01, heldout_tokens=300, show_progress=False, say=lambda text: None,
 )  # fmt: skip
-ALL_AT_ONCE = dict(lora=2, loss="kl", control=True, gradient_checkpointing=True)
+TRACKER = "tensorboard" if find_spec("tensorboard") else "none"
+ALL_AT_ONCE = dict(lora=2, loss="kl", control=True, gradient_checkpointing=True, tracker=TRACKER)
 
 
 def sparsify(folder: Path, out: str, **options):
@@ -45,7 +48,7 @@ def discover(folder: Path, out: str):
 
 def in_process(rank: int, step: int, action):
     """Let one process (the only one, if there is one) do something when it has done so many steps."""
-    original, calls = training.describe, []
+    original, calls = training.Stage.describe, []
 
     def describe(*args):
         calls.append(1)
@@ -53,8 +56,8 @@ def in_process(rank: int, step: int, action):
             action()
         return original(*args)
 
-    training.describe = describe
-    return lambda: setattr(training, "describe", original)
+    training.Stage.describe = describe
+    return lambda: setattr(training.Stage, "describe", original)
 
 
 def interrupted(folder: Path, out: str):
@@ -62,7 +65,7 @@ def interrupted(folder: Path, out: str):
     undo = in_process(1, 7, lambda: os.kill(os.getpid(), signal.SIGINT))
     try:
         sparsify(folder, out)
-    except training.Interrupted:
+    except engine.Interrupted:
         undo()
 
 

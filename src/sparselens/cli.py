@@ -179,9 +179,15 @@ class TranscodeCommand:
     text: OmitArgPrefixes[Text] = dataclasses.field(default_factory=Text)
 
     def __call__(self) -> None:
-        from .transcoders.commands import transcode_command
+        from .runs.run import Run, check_writable, write_json
+        from .transcoders.transcode import transcode
 
-        transcode_command(self.model, list(self.data), self.out, self.settings, self.text, self.resume, self.json)
+        check_writable(self.json)
+        data, settings = list(self.data), self.settings
+        transcode(self.model, data=data, out=self.out, settings=settings, text=self.text, resume=self.resume)
+        if self.json is not None and distributed.is_main():
+            run = Run(self.out)
+            write_json(self.json, run.read("results.json") | {"provenance": run.record["provenance"]})
 
 
 @dataclasses.dataclass(frozen=True)

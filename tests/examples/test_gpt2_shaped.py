@@ -9,7 +9,7 @@ import torch
 from tiny_models import tiny_tokenizer
 
 from sparselens.models.loading import load
-from sparselens.training import loop as training
+from sparselens.training import engine
 
 spec = importlib.util.spec_from_file_location("gpt2_shaped", Path(__file__).parents[2] / "examples" / "gpt2_shaped.py")
 assert spec is not None and spec.loader is not None
@@ -36,15 +36,15 @@ def test_it_learns_to_count_and_goes_on_where_it_stopped(tmp_path, monkeypatch, 
     ids = tokenizer("w3 w4 w5", return_tensors="pt").input_ids
     assert tokenizer.decode(model(ids).logits[0, -1].argmax()).strip() == "w6"
 
-    write, written = training.checkpoint, []
+    write, written = engine.checkpoint, []
 
-    def die_half_way(stage, parameters, optimizer, progress):
-        write(stage, parameters, optimizer, progress)
-        written.append(progress.step)
-        if progress.step == 30:
+    def die_half_way(stage):
+        write(stage)
+        written.append(stage.progress.step)
+        if stage.progress.step == 30:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(training, "checkpoint", die_half_way)
+    monkeypatch.setattr(engine, "checkpoint", die_half_way)
     with pytest.raises(KeyboardInterrupt):
         gpt2_shaped.main(command(tmp_path, "parts"))
     gpt2_shaped.main(command(tmp_path, "parts"))

@@ -18,6 +18,7 @@ import sparselens as sl
 from sparselens.data import batches as data_module
 from sparselens.data.batches import TextBatches
 from sparselens.runs.checkpoints import checkpoints, load_checkpoint, save_checkpoint
+from sparselens.training import engine
 from sparselens.training import loop as training
 from sparselens.training import measure as evaluate
 
@@ -67,7 +68,7 @@ def test_a_checkpoint_that_lists_other_files_is_not_read(tmp_path):
 def test_a_run_with_a_rotten_checkpoint_goes_on_from_the_one_before(base, tmp_path, monkeypatch):
     whole, _ = sparsify(base, tmp_path / "whole")
     stop_after(monkeypatch, 7)
-    with pytest.raises(training.Interrupted):
+    with pytest.raises(engine.Interrupted):
         sparsify(base, tmp_path / "run")
     monkeypatch.undo()
     newest = checkpoints(tmp_path / "run" / "checkpoints")[0]
@@ -79,7 +80,7 @@ def test_a_run_with_a_rotten_checkpoint_goes_on_from_the_one_before(base, tmp_pa
 
 def test_a_run_without_a_whole_checkpoint_says_so(base, tmp_path, monkeypatch):
     stop_after(monkeypatch, 7)
-    with pytest.raises(training.Interrupted):
+    with pytest.raises(engine.Interrupted):
         sparsify(base, tmp_path / "run")
     monkeypatch.undo()
     for path in checkpoints(tmp_path / "run" / "checkpoints"):
@@ -90,17 +91,17 @@ def test_a_run_without_a_whole_checkpoint_says_so(base, tmp_path, monkeypatch):
 
 def test_the_state_that_a_checkpoint_calls_best_is_kept_until_another_does(base, tmp_path, monkeypatch):
     """Killed after a better state was found but before the next checkpoint: what the checkpoint speaks of is there."""
-    original = training.checkpoint
+    original = engine.checkpoint
     seen = []
 
-    def spy(stage, parameters, optimizer, progress, *rest):
-        original(stage, parameters, optimizer, progress, *rest)
-        if stage.constraint and progress.best.step > 0:
-            seen.append(progress.best.step)
+    def spy(stage):
+        original(stage)
+        if stage.constraint and stage.progress.best.step > 0:
+            seen.append(stage.progress.best.step)
 
-    monkeypatch.setattr(training, "checkpoint", spy)
+    monkeypatch.setattr(engine, "checkpoint", spy)
     options = {"steps": 20, "evaluate_every": 1, "checkpoint_every": 6, "density": None, "target": "100"}
-    evaluated = training.evaluate
+    evaluated = training.Stage.evaluate
 
     def watch(*arguments):
         line = evaluated(*arguments)
@@ -109,7 +110,7 @@ def test_the_state_that_a_checkpoint_calls_best_is_kept_until_another_does(base,
             assert step < 0 or (tmp_path / "run" / "best" / f"step-{step:08d}").is_dir()
         return line
 
-    monkeypatch.setattr(training, "evaluate", watch)
+    monkeypatch.setattr(training.Stage, "evaluate", watch)
     run, _ = sparsify(base, tmp_path / "run", **options)
     assert len(set(seen)) > 1, "the case needs several best states"
     assert len(checkpoints(run.path / "best")) <= 3
@@ -227,14 +228,14 @@ def test_a_cache_that_rots(tmp_path, damage):
 def test_text_that_disappears_during_training_is_not_missed(base, tmp_path, monkeypatch):
     """Tokens are cached before the first step: a run needs its text no more, and its cache only as long as it runs."""
     (tmp_path / "a.txt").write_bytes(documents(200))
-    original = training.describe
+    original = training.Stage.describe
 
     def describe(*arguments):
         (tmp_path / "a.txt").unlink(missing_ok=True)
         shutil.rmtree(tmp_path / "cache", ignore_errors=True)
         return original(*arguments)
 
-    monkeypatch.setattr(training, "describe", describe)
+    monkeypatch.setattr(training.Stage, "describe", describe)
     options = {k: v for k, v in QUICK.items() if k != "slack"}
     run = sl.sparsify(
         base, str(tmp_path / "a.txt"), tmp_path / "run", show_progress=False, say=lambda text: None, length=16,

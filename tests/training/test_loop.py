@@ -16,11 +16,14 @@ import sparselens as sl
 from sparselens.config import Gate, Sparsify, Training
 from sparselens.evaluation.side_by_side import evaluate
 from sparselens.models.loading import add_gates, gate_biases, is_gated
-from sparselens.runs.run import Metrics
+from sparselens.runs.run import Metrics, Run
 from sparselens.training import compilation as speed
+from sparselens.training import engine
 from sparselens.training import loop as training
+from sparselens.training.copies import start_within_reach, trainable
 from sparselens.training.measure import measure
-from sparselens.training.sparsify import _settings, _target, start_within_reach, trainable
+from sparselens.training.request import overridden
+from sparselens.training.sparsify import _target
 
 
 @pytest.fixture
@@ -87,7 +90,7 @@ def test_resume_is_bit_identical(base, tmp_path, options, monkeypatch):
     """Interrupted after step 7 and resumed: every metric of every step equals the uninterrupted run's."""
     whole, _ = sparsify(base, tmp_path / "whole", **options)
     stop_after(monkeypatch, 7)
-    with pytest.raises(training.Interrupted, match="after step 7 of 12"):
+    with pytest.raises(engine.Interrupted, match="after step 7 of 12"):
         sparsify(base, tmp_path / "parts", **options)
     monkeypatch.undo()
     parts, _ = sparsify(base, tmp_path / "parts", resume=True, **options)
@@ -160,7 +163,7 @@ def test_a_gpu_follows_the_cpu(base, tmp_path, optimizer, compile, monkeypatch):
 def test_muon_resumes_on_a_gpu(base, tmp_path, monkeypatch):
     whole, _ = sparsify(base, tmp_path / "whole", optimizer="muon")
     stop_after(monkeypatch, 7)
-    with pytest.raises(training.Interrupted, match="after step 7 of 12"):
+    with pytest.raises(engine.Interrupted, match="after step 7 of 12"):
         sparsify(base, tmp_path / "parts", optimizer="muon")
     monkeypatch.undo()
     parts, _ = sparsify(base, tmp_path / "parts", optimizer="muon", resume=True)
@@ -200,7 +203,7 @@ def test_learning_by_heart_is_noticed(base, tmp_path):
 def test_interrupted_control_is_resumed_too(base, tmp_path, monkeypatch):
     whole, _ = sparsify(base, tmp_path / "whole", control=True)
     stop_after(monkeypatch, 6)
-    with pytest.raises(training.Interrupted):
+    with pytest.raises(engine.Interrupted):
         sparsify(base, tmp_path / "parts", control=True)
     monkeypatch.undo()
     parts, _ = sparsify(base, tmp_path / "parts", control=True, resume=True)
@@ -339,9 +342,8 @@ def test_the_returned_state_is_the_sparsest_that_meets_the_target(base, tmp_path
 def test_the_best_state_is_written_with_the_checkpoints_and_not_more_often(base, tmp_path, monkeypatch):
     """Every evaluation may find a better one; before each checkpoint the one it speaks of is on disk."""
     from sparselens.runs.checkpoints import load_checkpoint
-    from sparselens.training import loop as training
 
-    written, original, evaluate, then = [], training.save_checkpoint, training.evaluate, {}
+    written, original, evaluate, then = [], engine.save_checkpoint, training.Stage.evaluate, {}
 
     def save(folder, step, tensors, state, **options):
         written.append((folder.name, step))
@@ -349,12 +351,13 @@ def test_the_best_state_is_written_with_the_checkpoints_and_not_more_often(base,
             assert (folder.parent / "best" / f"step-{state['best']['step']:08d}").is_dir()
         return original(folder, step, tensors, state, **options)
 
-    def noted(stage, progress, parameters, *rest):
-        then[progress.step] = {name: p.detach().clone() for name, p in parameters.items()}
-        return evaluate(stage, progress, parameters, *rest)
+    def noted(stage):
+        then[stage.progress.step] = {name: p.detach().clone() for name, p in stage.parameters.items()}
+        return evaluate(stage)
 
-    monkeypatch.setattr(training, "save_checkpoint", save)
-    monkeypatch.setattr(training, "evaluate", noted)
+    for module in (engine, training):
+        monkeypatch.setattr(module, "save_checkpoint", save)
+    monkeypatch.setattr(training.Stage, "evaluate", noted)
     monkeypatch.setattr(training.Budget, "rank", lambda self, loss, margin, density: [abs(len(then) - 7)])  # the 7th
     run, _ = sparsify(base, tmp_path / "run", evaluate_every=1, checkpoint_every=4, steps=12)
     best = [step for name, step in written if name == "best"]
@@ -459,10 +462,12 @@ def test_kl_target_is_the_tolerance():
 def test_overrides_reach_the_right_settings():
     from sparselens.config import Text
 
-    settings, text = _settings(Sparsify(), Text(), {"steps": 7, "length": 99, "target": "control", "bias": 1.0})
+    settings, text = overridden(Sparsify(), Text(), {"steps": 7, "length": 99, "target": "control", "bias": 1.0})
     assert settings.training.steps == 7 and text.length == 99 and settings.control and settings.gate.bias == 1.0
+    both, _ = overridden(Sparsify(), Text(), {"micro_batch": 6, "batch": 12, "gate": Gate(normalise="open"), "bias": 2})
+    assert both.training.micro_batch == 6 and both.gate == Gate(bias=2, normalise="open")
     with pytest.raises(ValueError, match="unknown setting 'stepps'"):
-        _settings(Sparsify(), Text(), {"stepps": 7})
+        overridden(Sparsify(), Text(), {"stepps": 7})
 
 
 @pytest.mark.parametrize(
@@ -520,6 +525,27 @@ def test_a_sparse_model_is_not_made_sparse_again(base, tmp_path):
     run, _ = sparsify(base, tmp_path / "run")
     with pytest.raises(ValueError, match="already sparse"):
         sparsify(run.path, tmp_path / "again")
+
+
+def test_a_run_or_a_model_in_memory_serves_as_well_as_its_name(base, tmp_path):
+    whole, _ = sparsify(base, tmp_path / "whole")
+    model, tokenizer = sl.load(base)
+    model.train().lm_head.requires_grad_(False)
+    before = {name: (p.clone(), p.requires_grad) for name, p in model.named_parameters()}
+    made, _ = sparsify((model, tokenizer), tmp_path / "made")
+    assert lines(made.path) == lines(whole.path) and made.record["config"]["model"] == str(base)
+    assert model.training and not is_gated(model)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name][0]) and p.requires_grad == before[name][1], name
+    dense = Run.create(tmp_path / "dense", "sparsify", {})
+    dense.unlock()
+    sl.save(model, tokenizer, dense.path / "model")
+    again, _ = sparsify(dense, tmp_path / "again")
+    assert lines(again.path) == lines(whole.path) and again.record["config"]["model"] == str(dense.path)
+    with pytest.raises(ValueError, match="already sparse"):
+        sparsify(again, tmp_path / "twice")
+    with pytest.raises(ValueError, match="text needs a tokenizer"):
+        sl.sparsify(model, str(base / "config.json"), tmp_path / "no", length=16)
 
 
 def test_an_existing_run_is_not_overwritten(base, tmp_path):

@@ -11,8 +11,10 @@ from sparselens.cli import main
 from sparselens.config import Gate, Sparsify, Training
 from sparselens.models.memory import PeakMemory
 from sparselens.training import plan as planning
-from sparselens.training.dry_run import _loss, _model, _plain, count_parameters, count_step, time_step
-from sparselens.training.plan import COMPILING, DISK_BYTES, GPU_START, Job, disk, plan
+from sparselens.training.copies import count_parameters, shallow, shallow_trainable
+from sparselens.training.dry_run import _loss, count_step, time_step
+from sparselens.training.plan import COMPILING, DISK_BYTES, GPU_START, Job, plan
+from sparselens.training.sparsify import disk
 
 GIB = 2**30
 
@@ -27,7 +29,6 @@ def folder(tmp_path):
 @pytest.fixture(autouse=True)
 def remembered(monkeypatch):
     """Tests that ask for the same count share it."""
-    from sparselens.training import dry_run
 
     def count(config, settings, length, sequences, gpu, cache):
         training = settings.training
@@ -37,7 +38,7 @@ def remembered(monkeypatch):
             COUNTS[key] = count_step(config, settings, length, sequences, gpu, cache)
         return COUNTS[key]
 
-    monkeypatch.setattr(dry_run, "count_step", count)
+    monkeypatch.setattr(planning, "count_step", count)
 
 
 COUNTS: dict = {}
@@ -53,10 +54,10 @@ def deep(family: str, layers: int = 5):
 def test_every_family_is_counted_without_its_weights(family):
     config, settings = CONFIGS[family](), Sparsify()
     step, layer = count_step(config, settings, length=16, sequences=2, gpu=True, cache=True)
-    plain = sum(p.numel() for p in _plain(config, 2).parameters())
+    plain = sum(p.numel() for p in shallow(config, 2).parameters())
     assert plain <= step.parameters <= plain + 2 * 4  # gates where the fused kernel cannot do the family
     assert step.peak > step.kept > 0 and step.flops > 0 and layer.kept > 0
-    gated = _model(config, settings, 2, gated=True)
+    gated = shallow_trainable(config, settings, 2, gated=True)
     whole = sum(p.numel() for p in gated.parameters())
     assert count_parameters(config, settings) == (whole, whole)
 
@@ -74,8 +75,8 @@ def test_counted_memory_is_a_real_steps_memory(changes, loss):
     settings = Sparsify(loss=loss, training=Training(**changes))
     config, length, sequences = deep("llama"), 32, 4
     step, _ = count_step(config, settings, length, sequences, gpu=False, cache=True)
-    model = _model(config, settings, 5, gated=True)
-    teacher = _plain(config, 5) if loss == "kl" else None
+    model = shallow_trainable(config, settings, 5, gated=True)
+    teacher = shallow(config, 5) if loss == "kl" else None
     ids = torch.randint(0, VOCABULARY, (sequences, length))
     counted = PeakMemory().ignore(model, *([teacher] if teacher else []))
     with counted:
@@ -89,7 +90,7 @@ def test_counted_memory_is_a_real_steps_memory(changes, loss):
 def test_counting_leaves_nothing_fake_behind():
     config, settings = CONFIGS["llama"](), Sparsify()
     count_step(config, settings, length=16, sequences=2, gpu=False, cache=True)
-    model = _model(config, settings, 2, gated=True)
+    model = shallow_trainable(config, settings, 2, gated=True)
     ids = torch.randint(0, VOCABULARY, (2, 16))
     record = model(input_ids=ids, output_attentions=True, use_cache=False).attentions[0]
     assert type(record) is torch.Tensor and record[..., 1].eq(16 * 17 / 2).all()
@@ -103,7 +104,7 @@ def test_memory_grows_as_it_should():
 
     whole, half = memory(), memory(micro_batch=4)
     sharded, copied = memory(gpus=4, sharded=True), memory(gpus=4)
-    numbers = sum(p.numel() for p in _plain(config, 5).parameters())
+    numbers = sum(p.numel() for p in shallow(config, 5).parameters())
     assert [whole[name] / numbers for name in ("weights", "base", "gradients", "Adam")] == [4, 4, 4, 8]
     assert half["activations"] + half["gradients"] < whole["activations"] + whole["gradients"]
     assert memory(gradient_checkpointing=True)["activations"] < whole["activations"]
@@ -157,7 +158,7 @@ def test_where_speed_comes_from(folder):
 def test_a_gpu_that_is_here_is_timed_unless_its_speed_is_known(folder, monkeypatch, name, how):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
-    monkeypatch.setattr("sparselens.training.dry_run.time_step", lambda *settings: (1e-3, 1e-3))
+    monkeypatch.setattr("sparselens.training.plan.time_step", lambda *settings: (1e-3, 1e-3))
     assert plan(folder, gpus=1, gpu_memory=80, length=16, batch=8).how == how
 
 

@@ -12,7 +12,7 @@ import sparselens as sl
 from sparselens.config import Transcode
 from sparselens.models.loading import add_gates
 from sparselens.runs.run import Metrics
-from sparselens.training.loop import Interrupted
+from sparselens.training.engine import Interrupted
 from sparselens.training.measure import forward
 from sparselens.transcoders import transcode as transcoding
 from sparselens.transcoders.evaluation import measure_fit, measure_replacement
@@ -173,7 +173,7 @@ def test_dead_features_come_back():
             optimizer.zero_grad()
             made.loss(losses, 0.0).backward()
             optimizer.step()
-            made.note_fired(losses, 40)
+            made.note_fired(losses.fired, 40)
         return made.dead[:, :5].float().mean().item()
 
     assert train(0.0) == 1.0
@@ -285,15 +285,15 @@ def test_end_to_end(tmp_path, activation, gated):
 def test_resume_is_bit_identical(tmp_path, options, monkeypatch):
     """Interrupted after step 7 and resumed: every metric and every weight equals the uninterrupted run's."""
     whole, _ = transcode(tmp_path / "whole", **options)
-    original, calls = transcoding.describe, []
+    original, calls = transcoding.TranscoderStage.describe, []
 
-    def describe(line):
+    def describe(stage, line):
         calls.append(1)
         if len(calls) == 7:
             os.kill(os.getpid(), signal.SIGINT)
-        return original(line)
+        return original(stage, line)
 
-    monkeypatch.setattr(transcoding, "describe", describe)
+    monkeypatch.setattr(transcoding.TranscoderStage, "describe", describe)
     with pytest.raises(Interrupted, match="after step 7 of 12"):
         transcode(tmp_path / "parts", **options)
     monkeypatch.undo()
@@ -323,6 +323,21 @@ def test_nans_are_discarded_and_the_third_in_a_row_stops(tmp_path, monkeypatch):
         transcode(tmp_path / "again")
 
 
+def test_ruined_weights_go_back_to_the_last_checkpoint(tmp_path, monkeypatch):
+    original, calls = Learner.loss, []
+
+    def ruined(self, losses, sparsity):
+        calls.append(1)
+        if len(calls) == 7:
+            self.transcoder.W_enc[0].data.fill_(torch.nan)
+        return original(self, losses, sparsity) * (torch.nan if len(calls) == 7 else 1)
+
+    monkeypatch.setattr(Learner, "loss", ruined)
+    made, said = transcode(tmp_path / "run")
+    assert any("went back to the checkpoint of step 5" in text for text in said)
+    assert all(p.isfinite().all() for p in made.parameters()) and len(lines(tmp_path / "run")) == 11
+
+
 def test_bf16_keeps_fp32_weights_and_stays_close(tmp_path):
     transcode(tmp_path / "full", precision="fp32")
     half, _ = transcode(tmp_path / "half", precision="bf16")
@@ -337,6 +352,8 @@ def test_the_users_model_is_left_as_it_was(tmp_path):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     transcode(tmp_path / "run", model)
     assert model.training and all(p.requires_grad for p in model.parameters())
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["config"]["model"] == "gpt2", "a model without a name is called by its kind"
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
@@ -401,6 +418,8 @@ def test_refusals_before_any_work(tmp_path, monkeypatch):
         sl.transcode(model, data="text.txt", out=tmp_path / "run", length=16)
     with pytest.raises(ValueError, match="no model found"):
         sl.transcode("no-such/model", data=Words(), out=tmp_path / "run")
+    with pytest.raises(ValueError, match="is not empty"):
+        sl.transcode((model, tiny_tokenizer()), data=Words(), out=tmp_path)
     import shutil
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))

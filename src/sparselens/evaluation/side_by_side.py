@@ -16,9 +16,8 @@ from ..models.architectures import base_model, dimensions
 from ..models.loading import is_gated, load
 from ..runs import distributed
 from ..runs.run import Run, check_folder, check_writable, provenance, reading, write_bytes, write_json
-from ..training.loop import precision_of
-from ..training.measure import measure
-from ..training.sparsify import report_slice, table
+from ..training.measure import in_bf16, measure
+from ..training.sparsify import loss_table, report_slice
 from .behaviour import behaviour, check_one_vocabulary, markdown, read_prompts
 from .lm_eval import answer_benchmarks, benchmark_table, find_benchmarks
 
@@ -105,7 +104,7 @@ def evaluate(
 def _tell(title: str, rows: list[dict[str, Any]], say) -> list[dict[str, Any]]:
     lines = [title or "\n".join(f"{row['kind']}: {row['name']}" for row in rows)]
     if "loss" in rows[0]:
-        lines.append(table(rows))
+        lines.append(loss_table(rows))
     if "benchmarks" in rows[0]:
         lines.append(benchmark_table(rows))
     say("\n".join(lines) + "\n")
@@ -131,7 +130,7 @@ def _of_run(run: Run, data: list[str], sequences: int, asked: Asked) -> list[dic
             sources.append((kind, str(folder)))
     length = POSITIONS if demo else config["data"].get("length") or Text().length
     micro = distributed.micro_batch(training["batch"], training["micro_batch"], length)
-    return _rows(sources, text, asked, micro, bf16=precision_of(training["precision"]) == "bf16")
+    return _rows(sources, text, asked, micro, bf16=in_bf16(training["precision"]))
 
 
 def _of_names(names: list[str], data: list[str], sequences: int, asked: Asked) -> list[dict[str, Any]]:

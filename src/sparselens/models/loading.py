@@ -107,7 +107,8 @@ def resolve(
     if isinstance(source, Run):
         source = source.path
     if isinstance(source, str | Path):
-        model, own = load(source, device=distributed.device())
+        # With FSDP2 a model stays whole, on the CPU, until it is split.
+        model, own = load(source, device=None if distributed.sharded() else distributed.device())
         return model, tokenizer or own
     return source if isinstance(source, tuple) else (source, tokenizer)
 

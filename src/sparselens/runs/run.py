@@ -20,13 +20,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from . import distributed
-
-if TYPE_CHECKING:
-    pass
-
 
 DEVICES = Path("/dev")
 LATER = {"optimizer": "adamw"}  # settings that runs recorded before they existed were made with
@@ -102,11 +98,29 @@ def check_folder(path: Path | None) -> None:
 
 def _check_place(folder: Path) -> None:
     """The nearest folder on the way that exists must be a folder, and ours to write to."""
-    place = next(path for path in (folder, *folder.parents) if path.exists())
+    place = _existing(folder)
     if not place.is_dir():
         raise ValueError(f"cannot write to {folder}: {place} is a file")
     if not os.access(place, os.W_OK | os.X_OK):
         raise ValueError(f"cannot write to {folder}: no permission, or a read-only disk")
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+
+
+def free_disk(out: Path) -> float:
+    """Bytes free where `out` is or will be."""
+    return shutil.disk_usage(_existing(out)).free
+
+
+def refuse_full_disk(out: Path, need: float, instead: str) -> None:
+    """ValueError, before any work, where so many bytes will not fit; instead: what would need fewer."""
+    if (free := free_disk(out)) < need:
+        raise ValueError(
+            f"{_existing(out)} has {free / 1e9:.1f} GB free; this run may need {need / 1e9:.1f} GB. Free some space, "
+            f"choose another --out, or {instead}."
+        )
 
 
 @contextmanager

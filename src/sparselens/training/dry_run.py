@@ -8,7 +8,6 @@ has to know what autograd keeps. Every layer adds the same, so that two depths t
 Timing: real steps with random weights, at two depths as well.
 """
 
-import copy
 import dataclasses
 import gc
 import time
@@ -22,16 +21,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
-from transformers import AutoModelForCausalLM
 
 from ..config import Sparsify
 from ..models.architectures import dimensions
 from ..models.attention import _causal_pairs
 from ..models.memory import PeakMemory
+from .copies import has_fused_attention, shallow, shallow_trainable, sizes
 from .loop import Stage, loss_and_density
-from .measure import forward
+from .measure import forward, in_bf16
 from .optimizers import make_optimizer
-from .sparsify import _add_gates, trainable
 
 TIMED_DEPTHS = (2, 6)  # layers; a model with no more than the second is timed whole
 TIMED_SECONDS = 1.0  # a timed step takes as many sequences as fit into this
@@ -75,11 +73,11 @@ def count_step(config, settings: Sparsify, length: int, sequences: int, gpu: boo
 
 
 def _count(config, settings: Sparsify, length: int, sequences: int, gpu: bool, cache: bool, layers: int) -> Step:
-    fused = gpu and _has_fused_attention(config) and settings.gate.normalise == "all"
+    fused = gpu and has_fused_attention(config) and settings.gate.normalise == "all"
     with torch.device("meta"):
-        model = _model(config, settings, layers, gated=not fused)
-        teacher = _plain(config, layers) if settings.loss == "kl" else None
-    bf16 = settings.training.precision == "bf16" or (settings.training.precision == "auto" and gpu)
+        model = shallow_trainable(config, settings, layers, gated=not fused)
+        teacher = shallow(config, layers) if settings.loss == "kl" else None
+    bf16 = in_bf16(settings.training.precision, "cuda" if gpu else "cpu")
     work = _Work(collect=settings.training.gradient_checkpointing)
     if work.collect:
         gc.collect()
@@ -101,20 +99,7 @@ def _count(config, settings: Sparsify, length: int, sequences: int, gpu: bool, c
     finally:
         gc.unfreeze()
         _causal_pairs.cache_clear()  # it remembers tensors, here fake ones
-    return Step(*_sizes(model), kept, forward_peak, work.peak, work.flops, work.moved, work.operations)
-
-
-def count_parameters(config, settings: Sparsify) -> tuple[int, int]:
-    """(numbers in the model with its gates and adapters, how many of them are trained)."""
-    with torch.device("meta"):
-        one, two = (_sizes(_model(config, settings, layers, gated=True)) for layers in (1, 2))
-    rest = dimensions(config).n_layers - 1
-    return one[0] + rest * (two[0] - one[0]), one[1] + rest * (two[1] - one[1])
-
-
-def _sizes(model: nn.Module) -> tuple[int, int]:
-    numbers = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    return sum(n for n, _ in numbers), sum(n for n, requires_grad in numbers if requires_grad)
+    return Step(*sizes(model), kept, forward_peak, work.peak, work.flops, work.moved, work.operations)
 
 
 def _loss(model: nn.Module, teacher: nn.Module | None, batch: dict[str, Tensor], settings: Sparsify, gpu: bool):
@@ -195,36 +180,6 @@ FLOPS: dict[Any, Callable[..., int]] = flop_registry | {
 }
 
 
-# ---- shallow models --------------------------------------------------------------------------------------------------
-
-
-def _plain(config, layers: int) -> nn.Module:
-    config = copy.deepcopy(config)
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
-    attention = "sdpa" if _has_fused_attention(config) else "eager"
-    try:
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
-    except Exception as error:  # sizes or names that no model has, in whatever words
-        raise ValueError(f"no model can be built from this configuration: {error}") from error
-
-
-def _has_fused_attention(config) -> bool:
-    """Whether gated attention on a GPU keeps no patterns (gating/triton.py), just as PyTorch's own does."""
-    d_head = dimensions(config).d_head
-    return d_head <= 256 and d_head % 8 == 0 and getattr(config, "attn_logit_softcapping", None) is None
-
-
-def _model(config, settings: Sparsify, layers: int, gated: bool) -> nn.Module:
-    model = trainable(_plain(config, layers), settings.training)
-    if gated:
-        _add_gates(model, settings)
-    if settings.training.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore
-    return model.train()
-
-
 def _make_fake(model: nn.Module) -> None:
     """Replace tensors on the meta device, which know no autocast, by fake ones on the CPU; shared ones stay shared."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
@@ -259,13 +214,13 @@ def time_step(config, settings: Sparsify, length: int, sequences: int, device: s
 def _time(config, settings: Sparsify, length: int, sequences: int, device: str, layers: int) -> tuple[float, float]:
     torch.manual_seed(0)
     with torch.device(device):
-        model: Any = _model(config, settings, layers, gated=True)
-        teacher = _plain(config, layers).eval() if settings.loss == "kl" else None
+        model: Any = shallow_trainable(config, settings, layers, gated=True)
+        teacher = shallow(config, layers).eval() if settings.loss == "kl" else None
         ids = torch.randint(0, config.vocab_size, (sequences, length))
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = make_optimizer(parameters, settings.training)
     stage = Stage("plan", model, None, Path(), settings.training, teacher=teacher)  # type: ignore[arg-type]
-    bf16 = settings.training.precision == "bf16" or (settings.training.precision == "auto" and device == "cuda")
+    bf16 = in_bf16(settings.training.precision, device)
 
     def gradients(n: int) -> float:
         began = _now(device)

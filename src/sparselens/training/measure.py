@@ -85,6 +85,11 @@ def forward(model: nn.Module, batch: dict[str, Tensor], **options) -> Any:
     return model(**inputs, use_cache=False, **options)
 
 
+def in_bf16(precision: str, device: str | None = None) -> bool:
+    """Whether matrix products are in bf16: where the settings say so, or leave it open and there is a GPU."""
+    return precision == "bf16" or (precision == "auto" and (device or distributed.device()) == "cuda")
+
+
 def measure(
     model: nn.Module,
     batches: Batches,
@@ -119,7 +124,7 @@ def _measure(model, batches, start, count, micro_batch, base, autocast) -> Measu
     gated = is_gated(model)
     losses, divergences, agreement, correct = (torch.zeros(count, device=device) for _ in range(4))
     queries = torch.zeros((), dtype=torch.int64, device=device)
-    record = torch.zeros((), dtype=torch.float64, device=device)
+    counts = torch.zeros((), dtype=torch.float64, device=device)
     for first, n in distributed.rounds(count, micro_batch):
         # A process with nothing left to do keeps the others company: a split model needs all of them to run.
         batch = batches.heldout(start + first, max(n, 1))
@@ -139,13 +144,13 @@ def _measure(model, batches, start, count, micro_batch, base, autocast) -> Measu
             divergences[mine] = (_each(token_kl, reference, output.logits, labels).sum(1) / used)[:n]
             agreement[mine] = (((likeliest == reference.argmax(-1)) & (labels != -100)).sum(1) / used)[:n]
         if gated:
-            record = record + torch.stack(output.attentions)[:, :n].double().sum(1)  # [n_layers, n_heads, 2]
-    record = distributed.total(record).cpu()
+            counts = counts + torch.stack(output.attentions)[:, :n].double().sum(1)  # [n_layers, n_heads, 2]
+    counts = distributed.total(counts).cpu()
     return Measurement(
         losses=distributed.total(losses).cpu(),
         kl=distributed.total(divergences).cpu() if base is not None else None,
-        edges=record[..., 0] if gated else None,
-        pairs=record[:, 0, 1] if gated else None,
+        edges=counts[..., 0] if gated else None,
+        pairs=counts[:, 0, 1] if gated else None,
         queries=int(distributed.total(queries)),
         correct=distributed.total(correct).cpu() > 0,
         agreement=distributed.total(agreement).cpu() if base is not None else None,

@@ -7,7 +7,7 @@ others. From random weights that learns several times as much per token (docs/LO
 import torch
 from torch import nn
 
-from ..config import Training
+from ..config import Training, Transcode
 
 BETAS = (0.9, 0.98)
 
@@ -61,7 +61,7 @@ class Together:
             optimizer.zero_grad(set_to_none=set_to_none)
 
 
-def learning_rate(step: int, settings: Training) -> float:
+def learning_rate(step: int, settings: Training | Transcode) -> float:
     """Factor on the learning rates: a linear rise, a plateau, a linear fall to a twentieth."""
     rise = min(1.0, (step + 1) / max(1.0, settings.warmup * settings.steps))
     left = (settings.steps - step) / max(1.0, settings.decay * settings.steps)

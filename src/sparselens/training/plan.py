@@ -10,7 +10,6 @@ Disk     = checkpoints, the best state, models, tokenised text.
 
 import dataclasses
 import os
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,13 @@ from typing import Any
 import torch
 
 from ..config import Sparsify, Text
-from ..models.architectures import architecture, dimensions
+from ..models.architectures import dimensions
 from ..models.loading import SAFE
 from ..runs import distributed
+from ..runs.run import free_disk
+from .dry_run import Step, count_step, time_step
+from .request import check_length, overridden
+from .sparsify import STEERING_SHARE, disk
 
 GIB = 2**30
 PROCESS = 0.7 * GIB  # Python, PyTorch, what its allocator keeps; on a GPU the CUDA context and workspaces
@@ -117,9 +120,7 @@ def plan(
     gpus: 0 plans for a CPU; None: those of this machine. gpu_memory: GiB of each; None: this machine's, or 80.
     tokens_per_second: of one GPU, where it is known.
     """
-    from .sparsify import _settings
-
-    settings, text = _settings(settings or Sparsify(), text or Text(), overrides)
+    settings, text = overridden(settings or Sparsify(), text or Text(), overrides)
     config = _config(model)
     here = torch.cuda.device_count()
     gpus = here if gpus is None else gpus
@@ -129,11 +130,7 @@ def plan(
         raise ValueError(f"gpu_memory={gpu_memory}: expected a number of GiB above 0")
     if tokens_per_second is not None and not tokens_per_second > 0:
         raise ValueError(f"tokens_per_second={tokens_per_second}: expected a number above 0")
-    if text.length > dimensions(config).max_tokens:
-        raise ValueError(
-            f"sequences of {text.length} tokens are longer than the {dimensions(config).max_tokens} this model allows "
-            "(--length)"
-        )
+    check_length(config, text.length)
     available = _available(gpus, gpu_memory)
     job = Job(config, settings, text.length, max(1, gpus), gpus > 0, sharded and gpus > 1)
     while gpus == 1 and settings.training.micro_batch is None and sum(job.memory().values()) > available:
@@ -190,8 +187,6 @@ class Job:
     sharded: bool
 
     def __post_init__(self) -> None:
-        from .dry_run import count_step
-
         training = self.settings.training
         if training.batch % self.gpus:
             raise ValueError(f"batch={training.batch} cannot be shared by {self.gpus} GPUs: choose a multiple of that")
@@ -201,8 +196,8 @@ class Job:
             object.__setattr__(self, name, value)
 
     micro: int = dataclasses.field(init=False)
-    step: Any = dataclasses.field(init=False)  # dry_run.Step
-    layer: Any = dataclasses.field(init=False)
+    step: Step = dataclasses.field(init=False)
+    layer: Step = dataclasses.field(init=False)
 
     @property
     def passes(self) -> int:
@@ -264,8 +259,6 @@ class Job:
 
     def speed(self, here: int, tokens_per_second: float | None) -> tuple[float, float, str]:
         """(seconds per token for gradients, seconds per update, where they come from), on one GPU."""
-        from .dry_run import time_step
-
         if tokens_per_second:
             return 1 / tokens_per_second, 0.0, "as given"
         tokens = self.micro * self.length
@@ -298,8 +291,6 @@ class Job:
 
     def evaluated_tokens(self, text: Text) -> float:
         """Tokens of forward passes beside training: steering evaluations, and the report on base, control, sparse."""
-        from .sparsify import STEERING_SHARE
-
         training = self.settings.training
         heldout = max(1, text.heldout_tokens // text.length)
         steering = max(1, heldout // STEERING_SHARE)
@@ -313,39 +304,6 @@ class Job:
     def text_bytes(self) -> float:
         each = 2 if self.config.vocab_size <= 1 << 16 else 4
         return each * self.settings.training.steps * self.settings.training.batch * self.length
-
-
-def disk(parameters: float, trained: float, settings: Sparsify) -> dict[str, float]:
-    """Bytes a run of `sparsify` writes, at the moment when most of it is there."""
-    checkpoint = 4 * 3 * trained  # weights and both moments
-    model = 4 * (trained if settings.training.lora else parameters)
-    # Two checkpoints are kept while the next is written, and for each the state that was best then. The model comes
-    # when there are two again, and is smaller.
-    found = {"checkpoints": 3 * checkpoint, "best states": 3 * 4 * trained}
-    if settings.control:
-        found["control"] = 2 * checkpoint + model
-    return found
-
-
-def free_disk(out: Path) -> float:
-    """Bytes free where `out` is or will be."""
-    return shutil.disk_usage(_existing(out)).free
-
-
-def refuse_full_disk(out: Path, config: Any, settings: Sparsify) -> None:
-    """ValueError where a run of `sparsify` would fill the disk."""
-    from .dry_run import count_parameters
-
-    need, free = sum(disk(*count_parameters(config, settings), settings).values()), free_disk(out)
-    if free < need:
-        raise ValueError(
-            f"{_existing(out)} has {free / 1e9:.1f} GB free; this run may need {need / 1e9:.1f} GB. Free some space, "
-            "choose another --out, or train adapters (--lora)."
-        )
-
-
-def _existing(path: Path) -> Path:
-    return next(place for place in [path.absolute(), *path.absolute().parents] if place.exists())
 
 
 def in_words(seconds: float) -> str:
@@ -393,5 +351,4 @@ def _config(source: str | Path) -> Any:
         ) from error
     if getattr(config, "sparselens", None) is not None:
         raise ValueError(f"{source} is already sparse; start from a dense model")
-    architecture(config)
     return config

@@ -16,24 +16,24 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ..config import Sparsify, Text, Training
-from ..data.batches import Batches, TextBatches, refuse_overlap
-from ..models.architectures import architecture, blocks, dimensions
-from ..models.loading import add_gates, gate_biases, is_gated, load, save
+from ..config import Sparsify, Text
+from ..data.batches import Batches, TextBatches
+from ..models.architectures import base_model, blocks, dimensions
+from ..models.loading import Source, is_gated, load, resolve, save
 from ..runs import distributed
-from ..runs.run import Metrics, Run
+from ..runs.run import Metrics, Run, refuse_full_disk
 from .controllers import Budget, Constraint
-from .loop import Best, Stage, precision_of, train
-from .measure import Measurement, measure
-from .plan import refuse_full_disk
+from .copies import count_parameters, dense_copy, gated_copy, left_as_it_was, start_within_reach
+from .loop import Best, Stage, train
+from .measure import Measurement, in_bf16, measure
+from .request import Data, batches_of, check_length, length_of, overridden, source_name
 
 STEERING_SHARE = 4  # one held-out sequence in this many may steer
-MOST_OPEN = 0.9  # share of a head's gates that may be open at the start
 
 
 def sparsify(
-    model: str | Path,
-    data: str | list[str] | Batches,
+    model: Source,
+    data: Data,
     out: str | Path,
     *,
     settings: Sparsify | None = None,
@@ -45,39 +45,39 @@ def sparsify(
 ) -> Run:
     """Make the attention of a model sparse without losing what it can do; returns the Run.
 
-    model: hub name, folder, Run or .gguf file. data: files, globs, a dataset name, or anything with `Batches`' methods.
+    model: hub name, folder, Run, .gguf file, or (model, tokenizer). data: files, globs, a dataset name, or anything
+    with `Batches`' methods.
     overrides: fields of `Sparsify`, `Training` or `Text` by name, e.g. steps=500, length=256, control=True.
     """
-    settings, text = _settings(settings or Sparsify(), text or Text(), overrides)
+    settings, text = overridden(settings or Sparsify(), text or Text(), overrides)
     distributed.micro_batch(settings.training.batch, settings.training.micro_batch, text.length)
     distributed.start()
     say = distributed.quiet(say)
     distributed.on_main(lambda: Run.check(out, resume))
-    base, tokenizer = load(model)
+    name = source_name(model)
+    base, tokenizer = resolve(model)
     if is_gated(base):
-        raise ValueError(f"{model} is already sparse; start from a dense model")
-    architecture(base.config)
-    longest = dimensions(base.config).max_tokens
-    length = text.length if isinstance(data, str | list) else data.length
-    if length > longest:
-        raise ValueError(f"sequences of {length} tokens are longer than the {longest} this model allows (--length)")
-    patterns = [data] if isinstance(data, str) else list(data) if isinstance(data, list) else []
-    batches = _text_batches(patterns, tokenizer, settings, text) if isinstance(data, str | list) else data
-    refuse_full_disk(Path(out), base.config, settings)
-    asked = {"model": str(model), "data": batches.describe(), **dataclasses.asdict(settings)}
+        raise ValueError(f"{name} is already sparse; start from a dense model")
+    config = base_model(base).config
+    check_length(config, length_of(data, text))
+    need = disk(*count_parameters(config, settings), settings)
+    refuse_full_disk(Path(out), sum(need.values()), "train adapters (--lora)")
+    batches = batches_of(data, tokenizer, text, settings.training, show_progress)
+    asked = {"model": name, "data": batches.describe(), **dataclasses.asdict(settings)}
     if isinstance(batches, TextBatches):
-        asked["text"] = dataclasses.asdict(text) | {"patterns": patterns}
-        asked["text"]["cache"] = str(text.cache.absolute())
+        patterns = [data] if isinstance(data, str) else data
+        asked["text"] = dataclasses.asdict(text) | {"patterns": patterns, "cache": str(text.cache.absolute())}
     run = Run.create(out, "sparsify", asked, resume)
-    say(_plan(str(model), base, batches, settings))
+    say(_announcement(name, base, batches, settings))
     try:
-        sparsify_into(run, base, tokenizer, batches, settings, resume=resume, show_progress=show_progress, say=say)
+        with left_as_it_was(base):
+            sparsify_into(run, base, tokenizer, batches, settings, resume=resume, show_progress=show_progress, say=say)
     finally:
         run.unlock()
     return run
 
 
-def _plan(name: str, model: nn.Module, batches: Batches, settings: Sparsify) -> str:
+def _announcement(name: str, model: nn.Module, batches: Batches, settings: Sparsify) -> str:
     """What is about to happen, in two lines."""
     size, training = dimensions(model.config), settings.training
     tokens = training.steps * training.batch * batches.length
@@ -87,41 +87,6 @@ def _plan(name: str, model: nn.Module, batches: Batches, settings: Sparsify) -> 
         f"{name}: {parameters / 1e6:.1f}M parameters, {size.n_layers} layers x {size.n_heads} heads\n"
         f"training {stages}: {training.steps} steps of {training.batch} x {batches.length} tokens "
         f"({tokens / 1e6:.1f}M); {batches.n_heldout} held-out sequences"
-    )
-
-
-def _settings(settings: Sparsify, text: Text, overrides: dict[str, Any]) -> tuple[Sparsify, Text]:
-    """Give each override to the dataclass that has a field of that name."""
-    parts: dict[str, Any] = {"training": settings.training, "gate": settings.gate, "text": text, "sparsify": settings}
-    for name, value in overrides.items():
-        if name in ("gate", "training"):
-            parts[name] = value
-            continue
-        owner = next((key for key, part in parts.items() if name in {f.name for f in dataclasses.fields(part)}), None)
-        if owner is None:
-            raise ValueError(f"unknown setting {name!r}; see sparselens sparsify --help for all of them")
-        parts[owner] = dataclasses.replace(parts[owner], **{name: value})
-    settings = dataclasses.replace(parts["sparsify"], training=parts["training"], gate=parts["gate"])
-    if settings.target == "control":
-        settings = dataclasses.replace(settings, control=True)
-    return settings, parts["text"]
-
-
-def _text_batches(patterns: list[str], tokenizer, settings: Sparsify, text: Text) -> TextBatches:
-    training = settings.training
-    refuse_overlap(patterns, list(text.heldout))
-    return distributed.main_first(
-        lambda: TextBatches(
-            patterns,
-            tokenizer,
-            text.length,
-            cache=text.cache,
-            need=training.steps * training.batch * text.length,
-            heldout_patterns=list(text.heldout),
-            heldout_tokens=text.heldout_tokens,
-            field=text.text_field,
-            seed=training.seed,
-        )
     )
 
 
@@ -143,8 +108,7 @@ def sparsify_into(
     base = _place(copy.deepcopy(source) if distributed.sharded() else source, device)
     steering = steering_count(batches)
     micro = distributed.micro_batch(training.batch, training.micro_batch, batches.length)
-    precision = precision_of(training.precision)
-    autocast = torch.autocast(device, torch.bfloat16, enabled=precision == "bf16")
+    autocast = torch.autocast(device, torch.bfloat16, enabled=in_bf16(training.precision))
     with autocast:
         reference = measure(base, batches, 0, steering, micro_batch=micro).losses
     report_from, report_count = report_slice(batches)
@@ -167,7 +131,7 @@ def sparsify_into(
         del control
 
     target = _target(settings, reference.mean().item(), control_loss)
-    sparse = _gated_copy(source, settings)
+    sparse = gated_copy(source, settings)
     lowered = start_within_reach(sparse, batches.train(0, max(1, 256 // batches.length))["input_ids"])
     if lowered:
         say(f"{lowered} heads whose attention logits are nearly all positive start with a lower gate bias")
@@ -176,7 +140,7 @@ def sparsify_into(
     trained = "KL to base" if kl else "cross-entropy"
     say(f"{budget}, trained on {trained}; target: {_target_of(settings)} at most {target:.4f} nats")
     best = train(Stage("sparse", sparse, folder=run.path, constraint=constraint, **common), resume)
-    plain = distributed.collect(sparse, into=_gated_copy(source, settings)) if distributed.sharded() else sparse
+    plain = distributed.collect(sparse, into=gated_copy(source, settings)) if distributed.sharded() else sparse
     distributed.on_main(lambda: save(plain, tokenizer, run.path / "model"))
     rows.append(result(sparse).row(str(run.path / "model"), "sparse"))
     if distributed.is_main():
@@ -190,6 +154,18 @@ def sparsify_into(
 
 def _place(model: nn.Module, device: str) -> nn.Module:
     return distributed.place(model, device, blocks(model))
+
+
+def disk(parameters: float, trained: float, settings: Sparsify) -> dict[str, float]:
+    """Bytes a run of `sparsify` writes, at the moment when most of it is there."""
+    checkpoint = 4 * 3 * trained  # weights and both moments
+    model = 4 * (trained if settings.training.lora else parameters)
+    # Two checkpoints are kept while the next is written, and for each the state that was best then. The model comes
+    # when there are two again, and is smaller.
+    found = {"checkpoints": 3 * checkpoint, "best states": 3 * 4 * trained}
+    if settings.control:
+        found["control"] = 2 * checkpoint + model
+    return found
 
 
 def steering_count(batches: Batches) -> int:
@@ -208,72 +184,11 @@ def _control(run: Run, base: nn.Module, tokenizer, common: dict[str, Any], resum
     folder = run.path / "control"
     if (folder / "model").is_dir():
         return _place(load(folder / "model")[0], distributed.device())
-    model = _copy(base, common["settings"])
+    model = dense_copy(base, common["settings"])
     train(Stage("control", model, folder=folder, **common), resume and folder.is_dir())
-    plain = distributed.collect(model, into=_copy(base, common["settings"])) if distributed.sharded() else model
+    plain = distributed.collect(model, into=dense_copy(base, common["settings"])) if distributed.sharded() else model
     distributed.on_main(lambda: save(plain, tokenizer, folder / "model"))
     return model
-
-
-def _copy(base: nn.Module, training: Training) -> nn.Module:
-    """A trainable copy: all weights, or LoRA adapters from a fixed seed, so that control and sparse start alike."""
-    return trainable(copy.deepcopy(base), training)
-
-
-def trainable(model: nn.Module, training: Training) -> nn.Module:
-    """The model, ready to train: no dropout; LoRA adapters on it if the settings say so."""
-    model.requires_grad_(True)
-    for module in model.modules():  # noise that gated attention does not have, in the constrained loss
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
-    if not training.lora:
-        return model
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise ValueError("LoRA needs the peft package: pip install 'sparselens[lora]'") from None
-    torch.manual_seed(training.seed)
-    config = LoraConfig(
-        r=training.lora, lora_alpha=2 * training.lora, target_modules="all-linear", task_type="CAUSAL_LM"
-    )
-    return get_peft_model(model, config)  # type: ignore[arg-type]
-
-
-def _gated_copy(base: nn.Module, settings: Sparsify) -> nn.Module:
-    model = _copy(base, settings.training)
-    _add_gates(model, settings)
-    return model
-
-
-def _add_gates(model: nn.Module, settings: Sparsify) -> None:
-    add_gates(model.get_base_model() if settings.training.lora else model, settings.gate)  # type: ignore
-    for bias in gate_biases(model):
-        bias.requires_grad_(True)
-
-
-@torch.no_grad()
-def start_within_reach(model: nn.Module, input_ids: torch.Tensor) -> int:
-    """Lower the bias of heads nearly all of whose attention logits are positive; returns how many there are.
-
-    Softmax does not mind an offset, gates do: in Gemma, which normalises queries and keys, a third of the heads have
-    one, of up to 11. Their gates would need more steps to close than `closing` has, and other heads would pay.
-    """
-    was_training, biases = model.training, gate_biases(model)
-    starts = [bias.clone() for bias in biases]
-    for bias in biases:
-        bias.fill_(1000.0)  # wide open: the dense model's own logits
-    ids = input_ids[:, :256].to(biases[0].device)
-    margins = model.eval()(input_ids=ids, use_cache=False, output_attentions=True, gate_output="margin").attentions
-    model.train(was_training)
-    lowered = 0
-    for bias, start, margin in zip(biases, starts, margins, strict=True):
-        logits = margin.transpose(0, 1).flatten(1).float() - 1000.0
-        offset = torch.stack([head[head.isfinite()].quantile(1 - MOST_OPEN) for head in logits]).clamp(min=0)
-        bias.copy_(start - offset)
-        lowered += int((offset > 0).sum())
-    return lowered
 
 
 def _target(settings: Sparsify, base_loss: float, control_loss: float | None) -> float:
@@ -328,10 +243,10 @@ def _tell(best: Best, target: float, settings: Sparsify, rows: list[dict], say: 
             f"{best.loss:.4f} at density {best.density:.2%}; it is the one that was kept. {more}, "
             f"train longer (--steps), or {advice}."
         )
-    say(table(rows))
+    say(loss_table(rows))
 
 
-def table(rows: list[dict]) -> str:
+def loss_table(rows: list[dict]) -> str:
     """Base, control and sparse side by side, as text."""
     lines = [f"{'':10}{'loss':>9}{'KL to base':>12}{'density':>10}{'edges/query':>13}"]
     for row in rows:

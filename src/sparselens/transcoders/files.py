@@ -10,36 +10,45 @@ Per-layer (model_kind: transcoder_set)
 TopK and BatchTopK add `activation` and `k` to config.yaml. Nothing but YAML scalars and safetensors is ever read.
 """
 
+import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..runs.run import whole_folder, write_bytes
-from .transcoder import InputHook, Transcoder, check_activation
+from .activations import Activation, check_activation
 
+InputHook = Literal["mlp-input", "residual"]
 # circuit-tracer's names for what features read. Its hook_mlp_in is the residual stream, before the MLP's norm.
 HOOKS: dict[str, InputHook] = {"mlp.hook_in": "mlp-input", "hook_resid_mid": "residual", "hook_mlp_in": "residual"}
 OUTPUT_HOOKS = ("hook_mlp_out", "mlp.hook_out")
 FOLDER = "transcoder"  # of a Run
-ENCODER = ("W_enc", "b_enc", "b_dec", "threshold")
 
 
-def save_transcoder(transcoder: Transcoder, folder: str | Path) -> Path:
-    """Write the folder beside its final place, then rename it."""
+@dataclass(frozen=True)
+class Kind:
+    """What a transcoder is, beside its weights."""
+
+    cross_layer: bool
+    activation: Activation
+    k: int | None  # None for JumpReLU
+    input_hook: InputHook
+    model_name: str
+
+
+def write_folder(folder: Path, kind: Kind, layers: list[dict[str, Tensor]]) -> Path:
+    """Write the folder beside its final place, then rename it. layers: their tensors, under their plain names."""
     from safetensors.torch import save_file
 
-    folder = Path(folder)
     with whole_folder(folder) as fresh:
         fresh.mkdir()
-        for layer in range(transcoder.n_layers):
-            tensors = {name: getattr(transcoder, name)[layer] for name in ("W_enc", "b_enc", "b_dec", "W_dec")}
-            if transcoder.activation == "jumprelu":
-                tensors["threshold"] = transcoder.threshold[layer]
-            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-            if transcoder.cross_layer:
+        for layer, plain in enumerate(layers):
+            tensors = {name: tensor.cpu().contiguous() for name, tensor in plain.items()}
+            if kind.cross_layer:
                 decoder = tensors.pop("W_dec")
                 numbered = {f"{name}_{layer}": tensor for name, tensor in tensors.items()}
                 save_file(numbered, fresh / f"W_enc_{layer}.safetensors")
@@ -49,33 +58,30 @@ def save_transcoder(transcoder: Transcoder, folder: str | Path) -> Path:
                 if "threshold" in tensors:
                     tensors["activation_function.threshold"] = tensors.pop("threshold")
                 save_file(tensors, fresh / f"layer_{layer}.safetensors")
-        write_bytes(fresh / "config.yaml", _yaml(_config(transcoder)).encode())
+        write_bytes(fresh / "config.yaml", _yaml(_config(kind)).encode())
     return folder
 
 
-def _config(transcoder: Transcoder) -> dict[str, Any]:
+def _config(kind: Kind) -> dict[str, Any]:
     config: dict[str, Any] = {
-        "model_name": transcoder.model_name,
-        "model_kind": "cross_layer_transcoder" if transcoder.cross_layer else "transcoder_set",
-        "feature_input_hook": next(name for name, hook in HOOKS.items() if hook == transcoder.input_hook),
+        "model_name": kind.model_name,
+        "model_kind": "cross_layer_transcoder" if kind.cross_layer else "transcoder_set",
+        "feature_input_hook": next(name for name, hook in HOOKS.items() if hook == kind.input_hook),
         "feature_output_hook": "hook_mlp_out",
-        "scan": Path(transcoder.model_name).name,
+        "scan": Path(kind.model_name).name,
     }
-    if transcoder.k is not None:
-        config |= {"activation": transcoder.activation, "k": transcoder.k}
+    if kind.k is not None:
+        config |= {"activation": kind.activation, "k": kind.k}
     return config
 
 
 def _yaml(config: dict[str, Any]) -> str:
     """Scalars only; strings quoted as JSON, which YAML reads."""
-    import json
-
     return "".join(f"{key}: {json.dumps(value)}\n" for key, value in config.items())
 
 
-def load_transcoder(folder: str | Path, device: str | None = None) -> Transcoder:
-    """The transcoder in a folder or Run; ValueError naming the file for anything missing, misshapen or not finite."""
-    folder = Path(folder)
+def read_folder(folder: Path) -> tuple[Kind, list[dict[str, Tensor]]]:
+    """What the transcoder in a folder or Run is, and per layer its tensors; W_dec [n_features, targets, d_model]."""
     if not (folder / "config.yaml").is_file() and (folder / FOLDER / "config.yaml").is_file():
         folder = folder / FOLDER
     if not (folder / "config.yaml").is_file():
@@ -84,35 +90,23 @@ def load_transcoder(folder: str | Path, device: str | None = None) -> Transcoder
             "(make one with `sparselens transcode`)"
         )
     config = _read_config(folder / "config.yaml")
-    layers = _read_layers(folder, cross_layer=config["model_kind"] == "cross_layer_transcoder")
-    n_layers, (n_features, d_model) = len(layers), layers[0]["W_enc"].shape
-    has_thresholds = any("threshold" in layer for layer in layers)
+    cross_layer = config["model_kind"] == "cross_layer_transcoder"
+    layers = _read_layers(folder, cross_layer)
     activation = str(config.get("activation") or "jumprelu").replace("_", "").lower()
     if activation == "relu":
         activation = "jumprelu"  # with thresholds of zero
     k = config.get("k") if activation != "jumprelu" else None
     try:
-        check_activation(activation, k, n_features)
+        known = check_activation(activation, k, len(layers[0]["W_enc"]))
     except ValueError as error:
         raise ValueError(f"{folder / 'config.yaml'}: {error}") from None
-    dtypes = {tensor.dtype for layer in layers for tensor in layer.values()}
-    transcoder = Transcoder(
-        n_layers, n_features, d_model, cross_layer=config["model_kind"] == "cross_layer_transcoder",
-        activation=activation, k=k, input_hook=HOOKS[config["feature_input_hook"]],  # type: ignore[arg-type]
-        model_name=str(config.get("model_name") or ""),
-        dtype=torch.float64 if torch.float64 in dtypes else torch.float32,
-    )  # fmt: skip
-    with torch.no_grad():
-        for layer, tensors in enumerate(layers):
-            wanted = {"W_enc", "b_enc", "W_dec", "b_dec"} | ({"threshold"} if has_thresholds else set())
-            for name in sorted(wanted):
-                if name == "threshold" and activation != "jumprelu":
-                    continue
-                _fill(getattr(transcoder, name)[layer], tensors.get(name), f"{name} of layer {layer} in {folder}")
-    return transcoder.to(device).requires_grad_(False).eval() if device else transcoder.requires_grad_(False).eval()
+    name = str(config.get("model_name") or "")
+    return Kind(cross_layer, known, k, HOOKS[config["feature_input_hook"]], name), layers
 
 
-def _fill(parameter: Tensor, found: Tensor | None, what: str) -> None:
+@torch.no_grad()
+def fill_from_file(parameter: Tensor, found: Tensor | None, what: str) -> None:
+    """Copy what a file held, if it is all there."""
     if found is None:
         raise ValueError(f"{what} is missing; the folder is not complete")
     if found.shape != parameter.shape:

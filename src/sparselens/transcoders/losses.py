@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from ..config import Transcode
 from ..runs import distributed
+from .activations import batch_topk_mask, jumprelu, topk_mask
 from .decoding import decode, entries, read, spread
-from .transcoder import Transcoder, batch_topk_mask, jumprelu, topk_mask
+from .transcoder import Transcoder
 
 START_ERROR = 1e-6  # added under the square root of decoder norms: a decoder of zeros has a gradient, too
 
@@ -127,10 +128,10 @@ class Learner(nn.Module):
         return losses.errors.sum() + sparsity * losses.sparsity + self.settings.dead_penalty * losses.dead
 
     @torch.no_grad()
-    def note_fired(self, losses: Losses, tokens: int) -> None:
-        """Keep count of how long each feature has been silent."""
-        for silent, fired in zip(self.silent, losses.fired, strict=True):
-            silent.add_(tokens).masked_fill_(distributed.total(fired.int()) > 0, 0)
+    def note_fired(self, fired: list[Tensor], tokens: int) -> None:
+        """Keep count of how long each feature has been silent; fired: `Losses.fired`."""
+        for silent, here in zip(self.silent, fired, strict=True):
+            silent.add_(tokens).masked_fill_(distributed.total(here.int()) > 0, 0)
 
     @property
     def dead(self) -> Tensor:
@@ -167,10 +168,7 @@ class Learner(nn.Module):
     def folded(self) -> Transcoder:
         """The transcoder in the model's own units: reads raw MLP inputs, gives raw MLP outputs."""
         t, whole = self.transcoder, distributed.whole
-        made = Transcoder(
-            t.n_layers, t.n_features, t.d_model, cross_layer=t.cross_layer, activation=t.activation, k=t.k,
-            input_hook=t.input_hook, model_name=t.model_name,
-        ).to(self.silent.device)  # fmt: skip
+        made = Transcoder(t.n_layers, t.n_features, t.d_model, **vars(t.kind)).to(self.silent.device)
         for layer in range(t.n_layers):
             # In fp64: centred inputs are small differences of larger numbers.
             W_enc = whole(t.W_enc[layer]).double() / self.input_scale[layer].double()

@@ -10,17 +10,17 @@ or of layer l alone (per-layer):
 Everything is in the model's own units: x is what the MLP module receives, y what it returns.
 """
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .activations import Activation, active, batch_topk_mask, batch_topk_threshold, check_activation, topk_mask
 from .decoding import entries, write
-
-Activation = Literal["jumprelu", "topk", "batchtopk"]
-InputHook = Literal["mlp-input", "residual"]
+from .files import InputHook, Kind, fill_from_file, read_folder, write_folder
 
 
 class Transcoder(nn.Module):
@@ -114,10 +114,9 @@ class Transcoder(nn.Module):
         """
         if self.activation != "batchtopk" or self.k is None:
             raise ValueError(f"a {self.activation} transcoder has no common threshold; only batchtopk can be converted")
-        converted = Transcoder(
-            self.n_layers, self.n_features, self.d_model, cross_layer=self.cross_layer, input_hook=self.input_hook,
-            model_name=self.model_name, dtype=self.W_enc[0].dtype,
-        ).to(self.W_enc[0].device)  # fmt: skip
+        kind = replace(self.kind, activation="jumprelu", k=None)
+        converted = Transcoder(self.n_layers, self.n_features, self.d_model, **vars(kind), dtype=self.W_enc[0].dtype)
+        converted.to(self.W_enc[0].device)
         converted.load_state_dict(self.state_dict(), strict=False)
         for layer, x in enumerate(inputs):
             pre = self.pre_activations(layer, x).flatten(0, -2)
@@ -150,82 +149,36 @@ class Transcoder(nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path, device: str | None = None) -> "Transcoder":
-        """Read a folder in circuit-tracer's layout, or the transcoder of a Run; see files.py."""
-        from .files import load_transcoder
+        """Read a folder in circuit-tracer's layout, or the transcoder of a Run; see files.py.
 
-        return load_transcoder(folder, device)
+        ValueError naming the file for anything missing, misshapen or not finite.
+        """
+        kind, layers = read_folder(Path(folder))
+        n_features, d_model = layers[0]["W_enc"].shape
+        double = any(tensor.dtype == torch.float64 for layer in layers for tensor in layer.values())
+        dtype = torch.float64 if double else torch.float32
+        made = cls(len(layers), n_features, d_model, **vars(kind), dtype=dtype)
+        wanted = ["W_dec", "W_enc", "b_dec", "b_enc"]
+        if kind.activation == "jumprelu" and any("threshold" in layer for layer in layers):  # without them: ReLU
+            wanted.append("threshold")
+        for layer, tensors in enumerate(layers):
+            for name in wanted:
+                what = f"{name} of layer {layer} in {folder}"
+                fill_from_file(getattr(made, name)[layer], tensors.get(name), what)
+        return made.to(device).requires_grad_(False).eval()
 
     def save(self, folder: str | Path) -> Path:
         """Write a folder in circuit-tracer's layout: config.yaml and safetensors. It appears whole or not at all."""
-        from .files import save_transcoder
+        names = ["W_enc", "b_enc", "W_dec", "b_dec", *(["threshold"] if self.activation == "jumprelu" else [])]
+        layers = [{name: getattr(self, name)[layer].detach() for name in names} for layer in range(self.n_layers)]
+        return write_folder(Path(folder), self.kind, layers)
 
-        return save_transcoder(self, folder)
+    @property
+    def kind(self) -> Kind:
+        return Kind(self.cross_layer, self.activation, self.k, self.input_hook, self.model_name)
 
     def __repr__(self) -> str:
         kind = "cross-layer" if self.cross_layer else "per-layer"
         k = "" if self.k is None else f", k={self.k}"
         size = f"{self.n_layers} x {self.n_features} features, d_model={self.d_model}"
         return f"Transcoder({kind}, {size}, {self.activation}{k})"
-
-
-def check_activation(activation: str, k: int | None, n_features: int) -> None:
-    """ValueError for an unknown activation, or a k that it does not have or cannot have."""
-    if activation not in get_args(Activation):
-        raise ValueError(f"activation={activation!r}: expected one of {', '.join(get_args(Activation))}")
-    if activation != "jumprelu" and (k is None or not 1 <= k <= n_features):
-        raise ValueError(f"k={k}: {activation} expects between 1 and {n_features} (the features of a layer)")
-
-
-# ---- which features are active ---------------------------------------------------------------------------------------
-
-
-def active(pre: Tensor, threshold: Tensor) -> Tensor:
-    """JumpReLU's mask. A feature is never active below zero, whatever its threshold."""
-    return (pre > threshold) & (pre > 0)
-
-
-def topk_mask(pre: Tensor, k: int) -> Tensor:
-    """The k largest positive pre-activations of every token; bool, like pre [n_tokens, n_features]."""
-    return torch.zeros_like(pre, dtype=torch.bool).scatter_(1, pre.topk(k, 1).indices, True) & (pre > 0)
-
-
-def batch_topk_mask(pre: Tensor, k: int) -> Tensor:
-    """The k * n_tokens largest positive pre-activations of all tokens [n_tokens, n_features] together."""
-    chosen = torch.zeros(pre.numel(), dtype=torch.bool, device=pre.device)
-    chosen[pre.flatten().topk(k * len(pre), sorted=False).indices] = True
-    return chosen.view_as(pre) & (pre > 0)
-
-
-def batch_topk_threshold(pre: Tensor, k: int) -> float:
-    """The number between the smallest chosen pre-activation and the largest one left out, never below zero."""
-    ranked = pre.flatten().topk(min(k * len(pre) + 1, pre.numel())).values
-    if len(ranked) <= k * len(pre):
-        return 0.0  # everything positive is chosen
-    smallest, next_one = ranked[-2], ranked[-1]
-    middle = (smallest + next_one) / 2
-    return max(0.0, (middle if middle < smallest else next_one).item())
-
-
-class _JumpReLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, pre, threshold, bandwidth):
-        on = active(pre, threshold)
-        ctx.save_for_backward(pre, threshold, on)
-        ctx.bandwidth = bandwidth
-        return pre * on
-
-    @staticmethod
-    def backward(ctx, gradient):
-        pre, threshold, on = ctx.saved_tensors
-        near = (pre - threshold).abs() < ctx.bandwidth / 2
-        return gradient * on, -(threshold / ctx.bandwidth) * near * gradient, None
-
-
-def jumprelu(pre: Tensor, threshold: Tensor, bandwidth: float) -> Tensor:
-    """pre where it exceeds its threshold, else 0, with a straight-through gradient for the threshold.
-
-    The true derivative by the threshold is zero almost everywhere; over a small change of the data it is, on average,
-    -threshold * density(pre = threshold). The density is estimated by a rectangle: 1/bandwidth for a pre-activation
-    within bandwidth/2 of the threshold. pre and threshold have the same shape.
-    """
-    return _JumpReLU.apply(pre, threshold, bandwidth)

@@ -1,0 +1,197 @@
+"""The loop under everything that is trained here: sparse models, their dense controls, transcoders.
+
+Each step:
+  1. set the learning rates; the trainee leaves the gradients of the next numbered sequences in its parameters
+  2. discard the update if anything is not finite; otherwise clip, step, tell the trainee
+  3. now and then: evaluate; write a checkpoint
+Ctrl-C finishes the step and writes a checkpoint. Several processes see the same loss and norm, and so decide alike.
+"""
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import Training, Transcode
+from ..runs import distributed
+from ..runs.checkpoints import fill, fill_optimizer, load_checkpoint, save_checkpoint
+from ..runs.run import Metrics, reading
+from .optimizers import Together, learning_rate
+
+MAX_BAD_STEPS = 3
+
+
+class Interrupted(Exception):
+    """The user asked to stop; a checkpoint has been written."""
+
+
+@dataclass
+class Progress:
+    """Everything about a training that is not a tensor. Goes into checkpoints as JSON."""
+
+    step: int = 0
+    data: int = 0  # sequences taken so far
+    bad_steps: int = 0  # discarded updates in a row
+
+
+class Trainee(ABC):
+    """What is trained: everything the loop does not know by itself."""
+
+    name: str
+    folder: Path
+    settings: Training | Transcode
+    say: Callable[[str], None]
+    show_progress: bool
+    progress: Progress
+    parameters: dict[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer | Together
+
+    def begin(self) -> None:  # noqa: B027 (nothing, for most)
+        """What precedes the first step of a run that is not resumed."""
+
+    @abstractmethod
+    def gradients(self) -> tuple[float, int]:
+        """Leave the gradients of the next step in the parameters; returns its loss and how many tokens it took."""
+
+    @abstractmethod
+    def stepped(self, loss: float, tokens: int, seconds: float) -> dict[str, Any]:
+        """Take in an update that was made; returns what metrics.jsonl shall say of it."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, Any]:
+        """Measure on held-out sequences; for metrics.jsonl."""
+
+    @abstractmethod
+    def describe(self, line: dict[str, Any]) -> str:
+        """What the progress bar says."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds beside the optimiser's moments."""
+        return dict(self.parameters)
+
+    def state(self) -> dict[str, Any]:
+        """What it holds beside tensors and progress; `put_back` takes it out of there again."""
+        return {}
+
+    def put_back(self, state: dict[str, Any]) -> None: ...  # noqa: B027
+
+    def before_checkpoint(self) -> None:  # noqa: B027
+        """Write what the next checkpoint speaks of: a killed run must find it."""
+
+
+def run(trainee: Trainee, resume: bool = False, track: Callable[[dict[str, Any]], None] | None = None) -> None:
+    """Train to the end, or raise Interrupted with a checkpoint written. track: is given every line of the metrics."""
+    from tqdm import tqdm
+
+    settings = trainee.settings
+    trainee.folder.mkdir(parents=True, exist_ok=True)
+    if not (resume and restore(trainee)):
+        trainee.begin()
+    start = trainee.progress.step
+    show = trainee.show_progress and distributed.is_main()
+    bar = tqdm(total=settings.steps, initial=start, desc=trainee.name, unit="step", disable=not show)
+    with (
+        closing(Metrics(trainee.folder, after_step=start if resume else None)) as metrics,
+        bar,
+        distributed.interruptible() as interrupted,
+    ):
+        if start == 0:
+            checkpoint(trainee)
+        while trainee.progress.step < settings.steps:
+            if (line := update(trainee)) is None:
+                continue
+            metrics.log(**line)
+            if track:
+                track(line)
+            bar.set_postfix_str(trainee.describe(line), refresh=False)
+            bar.update()
+            step, stopping = trainee.progress.step, distributed.any_of(interrupted())
+            if step % settings.checkpoint_every == 0 or step == settings.steps or stopping:
+                checkpoint(trainee)
+            if stopping and step < settings.steps:
+                raise Interrupted(f"stopped after step {step} of {settings.steps}; continue with --resume")
+
+
+def update(trainee: Trainee) -> dict[str, Any] | None:
+    """Make one step, and evaluate if it is time; returns its line for metrics.jsonl, None where it was discarded."""
+    settings, progress, optimizer = trainee.settings, trainee.progress, trainee.optimizer
+    began = time.perf_counter()
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * learning_rate(progress.step, settings)
+    loss, tokens = trainee.gradients()
+    norm = float(distributed.whole(nn.utils.clip_grad_norm_(trainee.parameters.values(), settings.clip)))
+    progress.data += settings.batch
+    progress.step += 1
+    if not (math.isfinite(norm) and math.isfinite(loss)):
+        optimizer.zero_grad(set_to_none=True)
+        discard(trainee, loss, norm)
+        progress.step = min(progress.step, settings.steps - 1)  # the last one also evaluates: do it again
+        return None
+    progress.bad_steps = 0
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    line: dict[str, Any] = {"step": progress.step, "loss": loss, "grad_norm": norm}
+    line |= trainee.stepped(loss, tokens, time.perf_counter() - began)
+    evaluates = progress.step % settings.evaluate_every == 0 or progress.step == settings.steps
+    if (evaluates or progress.step % settings.checkpoint_every == 0) and not finite(trainee.parameters):
+        # Before it is kept as a checkpoint or as the best state: the step after would notice too late.
+        discard(trainee, loss, norm)
+    if evaluates:
+        line |= trainee.evaluate()
+    return line | {"tokens_per_second": round(tokens / (time.perf_counter() - began))}
+
+
+def discard(trainee: Trainee, loss: float, norm: float) -> None:
+    """Answer a NaN: drop the update; if the weights are hit, go back to the last checkpoint; stop at the third."""
+    progress = trainee.progress
+    progress.bad_steps += 1
+    trainee.say(f"step {progress.step}: loss {loss}, gradient norm {norm}; the update was discarded")
+    if progress.bad_steps >= MAX_BAD_STEPS:
+        raise ValueError(
+            f"{MAX_BAD_STEPS} steps in a row were not finite (last: step {progress.step}). The last good state is in "
+            f"{trainee.folder / 'checkpoints'}. Lower --lr, or use --precision fp32."
+        )
+    if not finite(trainee.parameters):
+        if not restore(trainee):
+            raise ValueError("the weights are not finite and there is no checkpoint to go back to")
+        trainee.say(f"weights were not finite: went back to the checkpoint of step {trainee.progress.step}")
+        # Weights go back, the data does not: the same batch would do the same again.
+        trainee.progress = progress
+
+
+def finite(parameters: dict[str, nn.Parameter]) -> bool:
+    """Whether all weights are, in every process."""
+    return not distributed.any_of(not all(torch.isfinite(distributed.local(p)).all() for p in parameters.values()))
+
+
+def checkpoint(trainee: Trainee) -> None:
+    """Write all that the run needs to go on as if it had never stopped."""
+    trainee.before_checkpoint()
+    tensors = {f"model.{name}": tensor for name, tensor in trainee.tensors().items()}
+    for name, p in trainee.parameters.items():
+        tensors |= {f"adam.{name}.{key}": value for key, value in trainee.optimizer.state.get(p, {}).items()}
+    state = asdict(trainee.progress) | trainee.state()
+    save_checkpoint(trainee.folder / "checkpoints", trainee.progress.step, distributed.own_part(tensors), state)
+
+
+def restore(trainee: Trainee) -> bool:
+    """Put the newest whole checkpoint back; False where there is none."""
+    found = load_checkpoint(trainee.folder / "checkpoints")
+    if found is None:
+        return False
+    tensors, state, complaints = found
+    for complaint in complaints:
+        trainee.say(complaint)
+    fill(trainee.tensors(), tensors, "model.")
+    fill_optimizer(trainee.optimizer, trainee.parameters, tensors)
+    with reading(f"the checkpoint of step {state.get('step')} in {trainee.folder} (another version's?)"):
+        trainee.put_back(state)
+        trainee.progress = type(trainee.progress)(**state)
+    return True
