@@ -33,7 +33,7 @@ def dense_copy(base: nn.Module, training: Training) -> nn.Module:
 
 
 def gated_copy(base: nn.Module, settings: Sparsify) -> nn.Module:
-    return add_gates(dense_copy(base, settings.training), settings)
+    return with_gates(dense_copy(base, settings.training), settings)
 
 
 def trainable(model: nn.Module, training: Training) -> nn.Module:
@@ -57,7 +57,7 @@ def trainable(model: nn.Module, training: Training) -> nn.Module:
     return get_peft_model(model, config)  # type: ignore[arg-type]
 
 
-def add_gates(model: nn.Module, settings: Sparsify) -> nn.Module:
+def with_gates(model: nn.Module, settings: Sparsify) -> nn.Module:
     """The model, with gates that train."""
     add_gates(model.get_base_model() if settings.training.lora else model, settings.gate)  # type: ignore
     for bias in gate_biases(model):
@@ -119,7 +119,7 @@ def shallow_trainable(config: PretrainedConfig, settings: Sparsify, layers: int,
     """The same, as a run of `sparsify` would train it."""
     model = trainable(shallow(config, layers), settings.training)
     if gated:
-        add_gates(model, settings)
+        with_gates(model, settings)
     if settings.training.gradient_checkpointing:
         recompute(model)
     return model.train()
