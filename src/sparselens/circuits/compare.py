@@ -8,8 +8,8 @@ from torch import nn
 
 from .. import tasks as registry
 from ..config import Search
-from ..models.loading import load
-from ..runs import distributed
+from ..models.loading import resolve
+from ..runs.run import Run, check_folder, check_writable, provenance, write_json
 from .circuit import Circuit, overlap
 from .discover import discover_on, prepare, split
 from .faithfulness import THRESHOLDS, NoEffect, mean_multiplier, multiplier
@@ -17,7 +17,7 @@ from .faithfulness import THRESHOLDS, NoEffect, mean_multiplier, multiplier
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    Source = str | Path | nn.Module | tuple[nn.Module, PreTrainedTokenizerBase]
+    from ..models.loading import Source
 
 
 # What is set against the sparse model: the other model, the curve, and how a row of the table says so.
@@ -38,33 +38,33 @@ class Comparison(dict):
 def compare(
     dense: "Source",
     sparse: "Source",
-    tasks: "list[str] | tuple[str, ...] | str" = ("ioi",),
+    tasks: "list[str | registry.Task] | tuple[str | registry.Task, ...] | str" = ("ioi",),
     *,
     control: "Source | None" = None,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     settings: Search | None = None,
     names: tuple[str, str] = ("dense", "sparse"),
+    out: str | Path | None = None,
+    json: str | Path | None = None,
     show_progress: bool = False,
     say: Callable[[str], None] = print,
 ) -> Comparison:
     """Paired curves of explained effect and, per threshold, how many times fewer edges the sparse model needs.
 
-    Models are names, folders, Runs or loaded models (then with `tokenizer`, or as (model, tokenizer)). All run on the
-    same prompts, those that every one of them gets right. A Run with a control brings it along.
+    Models are names, paths, Runs or loaded models (then with `tokenizer`, or as (model, tokenizer)). All run on the
+    same prompts, those that every one of them gets right. A Run with a control brings it along. out: a folder for the
+    circuits and results.json; json: a file for the multipliers alone.
     """
     settings = settings or Search()
-    wanted = [tasks] if isinstance(tasks, str) else list(tasks)
-    if not wanted:
-        raise ValueError("no task to compare; name at least one with --tasks")
-    found = [registry.find(task) for task in wanted]  # unknown names before any model is loaded
-    if len({task.name for task in found}) < len(found):
-        raise ValueError("two tasks of the same name: " + ", ".join(task.name for task in found) + "; rename a file")
-    if control is None and isinstance(sparse, str | Path) and (Path(sparse) / "control" / "model").is_dir():
-        control = Path(sparse) / "control" / "model"
+    folder, file = (Path(path) if path is not None else None for path in (out, json))
+    check_folder(folder)  # what can be refused is refused before a model is loaded
+    check_writable(file)
+    found = _found(tasks)
+    sources = {"dense": dense, "sparse": sparse, "control": _control(sparse) if control is None else control}
     models: dict[str, nn.Module] = {}
-    for role, source in (("dense", dense), ("sparse", sparse), ("control", control)):
+    for role, source in sources.items():
         if source is not None:
-            models[role], own = _open(source)
+            models[role], own = resolve(source, tokenizer)
             tokenizer = tokenizer or own
     if tokenizer is None:
         raise ValueError("compare needs a tokenizer beside loaded models: compare(dense, sparse, tokenizer=tokenizer)")
@@ -91,13 +91,35 @@ def compare(
         result.circuits[name] = circuits
     if not result["tasks"]:
         raise NoEffect("no task is left: " + "; ".join(result["left_out"].values()))
+    _write(result, folder, file)
     return result
 
 
-def _open(source: "Source") -> "tuple[nn.Module, PreTrainedTokenizerBase | None]":
-    if isinstance(source, str | Path):
-        return load(source, device=distributed.device())
-    return source if isinstance(source, tuple) else (source, None)
+def _found(tasks: "list[str | registry.Task] | tuple[str | registry.Task, ...] | str") -> list[registry.Task]:
+    wanted = [tasks] if isinstance(tasks, str) else list(tasks)
+    if not wanted:
+        raise ValueError("no task to compare; name at least one with --tasks")
+    found = [registry.find(task) for task in wanted]
+    if len({task.name for task in found}) < len(found):
+        raise ValueError("two tasks of the same name: " + ", ".join(task.name for task in found) + "; rename a file")
+    return found
+
+
+def _control(sparse: "Source") -> Path | None:
+    """The matched control of a sparse Run."""
+    folder = sparse.path if isinstance(sparse, Run) else sparse
+    control = Path(folder) / "control" / "model" if isinstance(folder, str | Path) else None
+    return control if control is not None and control.is_dir() else None
+
+
+def _write(result: Comparison, folder: Path | None, file: Path | None) -> None:
+    if file is not None:
+        write_json(file, {task: row["thresholds"] for task, row in result["tasks"].items()})
+    if folder is not None:
+        write_json(folder / "results.json", result | {"provenance": provenance()})
+        for task, circuits in result.circuits.items():
+            for role, circuit in circuits.items():
+                circuit.save(folder / f"circuit-{task}-{role}.json")
 
 
 def _row(circuits: dict[str, Circuit], seed: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@
 import dataclasses
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,9 +23,10 @@ from .. import tasks
 from ..config import Search
 from ..models.architectures import base_model, dimensions, mlp_width
 from ..models.decoder import Decoder
-from ..models.loading import is_gated
+from ..models.loading import is_gated, name_of, resolve
 from ..models.memory import estimate_memory
 from ..runs import distributed
+from ..runs.run import check_folder, check_writable, provenance, write_json
 from ..tasks.prompts import Prompts, build
 from .attention_edges import attention_curve
 from .circuit import Circuit
@@ -47,35 +49,73 @@ from .scores import MOST_EXACT, eap, exact
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from ..models.loading import Source
+
 FEWEST = 4  # prompts the model must get right
 
 
 def discover(
-    model: nn.Module,
-    tokenizer: "PreTrainedTokenizerBase",
-    task: "str | tasks.Task" = "ioi",
+    source: "Source",
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    task: "str | Path | tasks.Task" = "ioi",
     method: str | None = None,
     *,
     settings: Search | None = None,
+    out: str | Path | None = None,
+    json: str | Path | None = None,
     show_progress: bool = False,
     say: Callable[[str], None] = print,
     **changes: Any,
 ) -> Circuit:
     """The circuit with which a model does a task, with everything measured about it in `.results`.
 
-    task: a registered name, a Task, or the path of a .jsonl file. Settings are those of config.Search; single ones may
-    be given by name: discover(model, tokenizer, "ioi", prompts=32). The circuit returned is the smallest one that
-    explains 90 % of the effect and stays above. Several processes, each with the whole model, share the work.
+    source: a name, a path, a Run, a model (then with its tokenizer) or (model, tokenizer). task: a registered name, a
+    Task, or the path of a .jsonl file. Settings are those of config.Search; single ones may be given by name:
+    discover("gpt2", task="ioi", prompts=32). The circuit returned is the smallest one that explains 90 % of the effect
+    and stays above. out: a folder for circuit.json and results.json; json: a file for the results alone. Several
+    processes, each with the whole model, share the work.
     """
-    settings = settings or Search()
-    if method is not None:
-        changes["method"] = method
-    settings = dataclasses.replace(settings, **changes)
-    found = tasks.find(task)
+    settings = dataclasses.replace(settings or Search(), **changes | ({} if method is None else {"method": method}))
+    folder, file = (Path(path) if path is not None else None for path in (out, json))
+    found = tasks.find(task)  # what can be refused is refused before a model is loaded
+    check_folder(folder)
+    check_writable(file)
     distributed.start()
     say, show_progress = distributed.quiet(say), show_progress and distributed.is_main()
+    model, tokenizer = resolve(source, tokenizer)
+    if tokenizer is None:
+        raise ValueError("discover needs a tokenizer beside a loaded model: discover(model, tokenizer)")
     prompts = prepare([model], tokenizer, found, settings, say)
-    return discover_on(model, found.name, *split(prompts), settings, show_progress=show_progress, say=say)
+    circuit = discover_on(model, found.name, *split(prompts), settings, show_progress=show_progress, say=say)
+    circuit.results["model"] = name_of(source)
+    if distributed.is_main():
+        rows = circuit.results | {"provenance": provenance()}
+        if file is not None:
+            write_json(file, rows)
+        if folder is not None:
+            write_json(folder / "results.json", rows)
+            circuit.save(folder / "circuit.json")
+    return circuit
+
+
+def table(results: dict[str, Any]) -> str:
+    """What `discover` found, in a few lines."""
+    lines = [
+        f"metric: {results['m_model']:.3f} on the prompts, {results['m_nothing']:.3f} on the corrupted ones "
+        f"(n = {results['n_prompts']} held-out prompts)"
+    ]
+    for threshold, edges in results["edges_at"].items():
+        low, high = results["edges_at_interval"][threshold]
+        heads = f", {results['heads_at'][threshold]} heads" if "heads_at" in results else ""
+        count = f"{edges:,} of {results['n_edges']:,} edges ({low:,.0f} to {high:,.0f})"
+        lines.append(f"{float(threshold):.0%} of the effect: {count}{heads}")
+    if "token_edges" in results:
+        gates = results["token_edges"]
+        lines.append(
+            f"gates open {gates['n_open']:,} of {gates['n_possible']:,} (head, query, key) edges on "
+            f"{gates['n_prompts']} prompts of {gates['length']} tokens; {gates['n_proven_absent']:,} are proven absent"
+        )
+    return "\n".join(lines)
 
 
 def prepare(

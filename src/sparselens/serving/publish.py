@@ -1,6 +1,6 @@
-"""`sparselens report` and `sparselens figures`: compute what the Run lacks, then make the page or the pictures."""
+"""A Run's page and its figures for print; what the Run lacks for them is computed first."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -8,9 +8,7 @@ from typing import Any
 from ..reporting import payload, write_page
 from ..reporting.sections.attribution import read_trace, trace_files
 from ..runs.run import Run, check_folder, check_writable, reading, write_bytes
-from .serve import serve
 
-FORMATS = ("pdf", "svg", "png")
 FLOW_TOKENS = 16  # figure 1 is for prompts whose words fit beside each other
 
 
@@ -19,7 +17,7 @@ def report(
     other: str | Path | Run | None = None,
     *,
     out: str | Path | None = None,
-    prompts: tuple[str, ...] | list[str] = (),
+    prompts: Sequence[str] = (),
     say: Callable[[str], None] = print,
 ) -> Path:
     """One self-contained HTML page of a Run (or two, side by side); returns its path, RUN/report.html by default.
@@ -34,38 +32,29 @@ def report(
     payload(list(runs))  # damaged rows are found before any work
     for found in runs:
         with reading(found.path):
-            _look(found, tuple(prompts), say)
+            look(found, prompts, say)
     return write_page(payload(list(runs)), path)
 
 
-def _look(run: Run, prompts: tuple[str, ...], say: Callable[[str], None]) -> None:
+def look(run: Run, prompts: Sequence[str], say: Callable[[str], None]) -> None:
     """Attention rows, if the Run has models; torch is only imported where there is something to look at."""
     if (run.path / "model").is_dir() or (run.path / "base" / "model").is_dir():
         from ..evaluation.attention_maps import attention_rows
 
-        attention_rows(run, prompts, say)
+        attention_rows(run, tuple(prompts), say)
     elif prompts:
         raise ValueError(f"{run.path} has no model yet to run a prompt through; finish it with --resume")
 
 
-def report_command(runs: list[Path], out: Path | None, prompts: list[str], live: bool, port: int) -> None:
-    if not 1 <= len(runs) <= 2:
-        raise ValueError(f"a report shows one or two Runs, not {len(runs)}")
-    if live and out is not None:
-        raise ValueError("--serve writes no file; leave out --out, or leave out --serve")
-    if live:
-        for run in runs:
-            with reading(run):
-                _look(Run(run), tuple(prompts), print)
-        return serve(runs, port)
-    path = report(*runs, out=out, prompts=prompts)
-    print(f"{path} ({path.stat().st_size / 1e6:.1f} MB): open it in a browser; it needs nothing else")
+def figures(
+    run: str | Path | Run, kind: str = "pdf", out: str | Path | None = None, threshold: float = 0.9
+) -> list[Path]:
+    """Figures 1 to 4 of a Run for print, from the rows the report shows: the files that were drawn.
 
-
-def figures_command(run: Path, kind: str, out: Path | None, threshold: float = 0.9) -> list[Path]:
-    """Figures 1 to 4 of a Run for print, from the rows the report shows; returns and prints what was drawn."""
-    found = Run(run)
-    folder = out or found.path
+    kind: pdf, svg or png. out: their folder; default: the Run.
+    """
+    found = run if isinstance(run, Run) else Run(run)
+    folder = Path(out) if out is not None else found.path
     check_folder(folder)
     for path in trace_files(found.path):
         read_trace(path)  # before anything is drawn
@@ -80,10 +69,9 @@ def figures_command(run: Path, kind: str, out: Path | None, threshold: float = 0
             write_bytes(final, path.read_bytes())
     if not drawn:
         raise ValueError(
-            f"{run} has no rows to draw yet; `sparselens report {run}` says which commands would make them"
+            f"{found.path} has no rows to draw yet; `sparselens report {found.path}` says which commands would make "
+            "them"
         )
-    for path in drawn:
-        print(path)
     return drawn
 
 

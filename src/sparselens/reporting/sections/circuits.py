@@ -39,10 +39,7 @@ def circuits(run: Run) -> dict[str, Any] | None:
 
 
 def comparisons(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """(file, comparison) wherever one may lie: the demo's circuits.json, results.json of compare and discover.
-
-    A result of `discover`, one model alone, becomes a comparison with one model.
-    """
+    """(file, comparison) wherever one may lie: the demo's circuits.json, results.json of compare and discover."""
     fixed = [folder / "circuits.json", folder / "circuits" / "results.json"]
     read = []
     for path in [*fixed, *sorted((folder / "circuits").glob("*/results.json"))]:
@@ -52,11 +49,16 @@ def comparisons(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
         if not isinstance(found, dict):
             raise ValueError(f"{path} is damaged: expected an object; run the comparison again or remove it")
         if "tasks" not in found and "curve" in found:
-            role = "sparse" if found.get("sparse") else "dense"
-            found = {"names": {role: found.get("model", role)}, "tasks": {found["task"]: {"models": {role: found}}}}
+            found = alone(found)
         if "tasks" in found or "error" in found:
             read.append((path, found))
     return read
+
+
+def alone(results: dict[str, Any]) -> dict[str, Any]:
+    """A result of `discover` as a comparison with one model."""
+    role = "sparse" if results.get("sparse") else "dense"
+    return {"names": {role: results.get("model", role)}, "tasks": {results["task"]: {"models": {role: results}}}}
 
 
 def _task(name: str, row: dict[str, Any], path: Path) -> dict[str, Any]:
