@@ -141,8 +141,8 @@ class DiscoverCommand:
             return
         print("\n" + table(circuit.results))
         if self.out is not None:
+            from .circuits.rows import alone
             from .reporting.figures.circuits import draw_all
-            from .reporting.sections.circuits import alone
 
             draw_all(alone(circuit.results), self.out)
             print(f"circuit, results and figures are in {self.out}")

@@ -74,7 +74,7 @@ def test_heads_and_tokens_without_an_effect_are_left_out():
     task = Task("last", None, "logit", prompts.take((good > 0) & (good - bad > 0.3)).pairs[:24])
     said = []
     found = discover(model, tiny_tokenizer(), task, prompts=12, points=4, steps=1, say=said.append).results
-    assert "heads_at" not in found and "attention_edges" not in found
+    assert "heads_at" not in found and list(found["readings"]) == ["components"]
     assert sum("no effect to explain" in s for s in said) == 2
     assert "NaN" not in json.dumps(found)
 

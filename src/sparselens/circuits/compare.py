@@ -12,25 +12,20 @@ from ..models.loading import resolve
 from ..runs.run import Run, check_folder, check_writable, provenance, write_json
 from .circuit import Circuit, overlap
 from .discover import discover_on, prepare, split
-from .faithfulness import THRESHOLDS, NoEffect, mean_multiplier, multiplier
+from .faithfulness import NoEffect, multipliers
+from .rows import MEAN, Multipliers, TaskRow, wording
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..models.loading import Source
 
-
-# What is set against the sparse model: the other model, the curve, and how a row of the table says so.
-PAIRS = {
-    "thresholds": ("dense", "curve", ""),
-    "thresholds_control": ("control", "curve", " (ctrl)"),
-    "attention_edges": ("dense", "token_curve", " by token"),
-    "attention_edges_control": ("control", "token_curve", " by token (ctrl)"),
-}
+# The control shows what sparsity alone buys: against a dense model that has had the same training.
+BASELINES = {"dense": "", "control": " (ctrl)"}  # what the sparse model is set against; how a table says so
 
 
-class Comparison(dict):
-    """Per task: multipliers at the thresholds, curves, overlap. The circuits are in `.circuits[task][model]`."""
+class Comparison(dict[str, Any]):
+    """rows.ComparisonRows: per task multipliers, curves, overlap. The circuits are in `.circuits[task][model]`."""
 
     circuits: dict[str, dict[str, Circuit]]
 
@@ -114,7 +109,7 @@ def _control(sparse: "Source") -> Path | None:
 
 def _write(result: Comparison, folder: Path | None, file: Path | None) -> None:
     if file is not None:
-        write_json(file, {task: row["thresholds"] for task, row in result["tasks"].items()})
+        write_json(file, {task: row["multipliers"] for task, row in result["tasks"].items()})
     if folder is not None:
         write_json(folder / "results.json", result | {"provenance": provenance()})
         for task, circuits in result.circuits.items():
@@ -122,34 +117,33 @@ def _write(result: Comparison, folder: Path | None, file: Path | None) -> None:
                 circuit.save(folder / f"circuit-{task}-{role}.json")
 
 
-def _row(circuits: dict[str, Circuit], seed: int) -> dict[str, Any]:
+def _row(circuits: dict[str, Circuit], seed: int) -> TaskRow:
     dense, sparse = circuits["dense"], circuits["sparse"]
-    row: dict[str, Any] = {
+    found: Multipliers = {}
+    for reading, ours in sparse.curves.items():
+        for baseline in BASELINES:
+            theirs = circuits[baseline].curves.get(reading) if baseline in circuits else None
+            if theirs is not None:
+                found.setdefault(reading, {})[baseline] = multipliers(theirs, ours, seed)
+    return {
         "overlap": overlap(dense.mask, sparse.mask) if dense.mask.shape == sparse.mask.shape else None,
         "models": {role: circuit.results for role, circuit in circuits.items()},
-        "mean_multiplier": {},
+        "multipliers": found,
     }
-    # The control shows what sparsity alone buys: against a dense model that has had the same training.
-    for name, (other, kind, _) in PAIRS.items():
-        theirs, ours = getattr(circuits.get(other), kind, None), getattr(sparse, kind)
-        if theirs is not None and ours is not None:
-            row[name] = {str(t): multiplier(theirs, ours, t, seed) for t in THRESHOLDS}
-            row["mean_multiplier"][name] = mean_multiplier(theirs, ours, seed)
-    return row
 
 
 def table(result: Comparison) -> str:
     """The multipliers as text."""
     lines = [f"{'task':24}{'effect':>8}{'dense':>9}{'sparse':>8}{'multiplier':>12}   95 % interval"]
     for task, row in result["tasks"].items():
-        for name, (*_, label) in PAIRS.items():
-            found = {f"{float(t):.0%}": m for t, m in row.get(name, {}).items()}
-            if name in row["mean_multiplier"]:
-                found["50-95%"] = row["mean_multiplier"][name]
-            for effect, m in found.items():
-                lines.append(
-                    f"{task + label:24}{effect:>8}{m['dense_edges']:9,.0f}{m['sparse_edges']:8,.0f}"
-                    f"{m['multiplier']:11.1f}x   {m['low']:.1f} to {m['high']:.1f}, n = {m['n_prompts']} prompts"
-                )
+        for reading, baselines in row["multipliers"].items():
+            for baseline, thresholds in baselines.items():
+                name = f"{task} {wording(reading).short}".rstrip() + BASELINES[baseline]
+                for threshold, m in thresholds.items():
+                    effect = "50-95%" if threshold == MEAN else f"{float(threshold):.0%}"
+                    lines.append(
+                        f"{name:24}{effect:>8}{m['dense_edges']:9,.0f}{m['sparse_edges']:8,.0f}"
+                        f"{m['multiplier']:11.1f}x   {m['low']:.1f} to {m['high']:.1f}, n = {m['n_prompts']} prompts"
+                    )
     lines.append("50-95%: geometric mean over ten effects; steadier than the multiplier at one of them")
     return "\n".join(lines)

@@ -12,7 +12,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ from .faithfulness import (
     refined_curve,
 )
 from .heads import HeadPatcher, token_edges
+from .rows import CurveRow, OpenEdges, Reading, Results
 from .run import Patcher
 from .scores import MOST_EXACT, eap, exact
 
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from ..models.loading import Source
 
 FEWEST = 4  # prompts the model must get right
+MOST_LISTED = 5000  # edges of a circuit in its row; circuit.json has all of them
 
 
 def discover(
@@ -98,19 +100,20 @@ def discover(
     return circuit
 
 
-def table(results: dict[str, Any]) -> str:
+def table(results: Results) -> str:
     """What `discover` found, in a few lines."""
+    found = results["readings"]["components"]
     lines = [
-        f"metric: {results['m_model']:.3f} on the prompts, {results['m_nothing']:.3f} on the corrupted ones "
-        f"(n = {results['n_prompts']} held-out prompts)"
+        f"metric: {found['m_model']:.3f} on the prompts, {found['m_nothing']:.3f} on the corrupted ones "
+        f"(n = {found['n_prompts']} held-out prompts)"
     ]
-    for threshold, edges in results["edges_at"].items():
-        low, high = results["edges_at_interval"][threshold]
+    for threshold, edges in found["edges_at"].items():
+        low, high = found["edges_at_interval"][threshold]
         heads = f", {results['heads_at'][threshold]} heads" if "heads_at" in results else ""
-        count = f"{edges:,} of {results['n_edges']:,} edges ({low:,.0f} to {high:,.0f})"
+        count = f"{edges:,} of {found['n_edges']:,} edges ({low:,.0f} to {high:,.0f})"
         lines.append(f"{float(threshold):.0%} of the effect: {count}{heads}")
-    if "token_edges" in results:
-        gates = results["token_edges"]
+    if "open_edges" in results:
+        gates = results["open_edges"]
         lines.append(
             f"gates open {gates['n_open']:,} of {gates['n_possible']:,} (head, query, key) edges on "
             f"{gates['n_prompts']} prompts of {gates['length']} tokens; {gates['n_proven_absent']:,} are proven absent"
@@ -207,7 +210,7 @@ def _discover(
     heldout: Prompts,
     settings: Search,
     show_progress: bool,
-    say: Callable,
+    say: Callable[[str], None],
 ) -> Circuit:
     began = time.perf_counter()
     decoder = Decoder(model)
@@ -220,40 +223,23 @@ def _discover(
     circuit = Circuit(c, scores, c.possible, decoder.dims.d_model)
     order = circuit.order(settings.selection, not settings.signed)
     curve, areas, asked = _curve(patcher, order, settings, show_progress)
-    circuit.curve, circuit.mask = curve, c.prune(c.mask(order[: asked[curve.edges_at(0.9)]]))
+    circuit.curves["components"], circuit.mask = curve, c.prune(c.mask(order[: asked[curve.edges_at(0.9)]]))
     drawn = time.perf_counter()
 
-    m_model, m_nothing = patcher.m_model.numpy(), patcher.m_nothing.numpy()
-    circuit.results = {
-        "task": name,
-        "metric": heldout.metric,
-        "model": str(base_model(model).config._name_or_path or base_model(model).config.model_type),
-        "sparse": is_gated(base_model(model)),
-        "settings": dataclasses.asdict(settings),
-        "n_prompts_scoring": len(scoring),
-        "n_prompts": len(heldout),
-        "n_layers": c.n_layers,
-        "n_heads": c.n_heads,
-        "n_edges": c.n_edges,
-        "n_edges_scored": int(np.isfinite(scores[c.possible]).sum()),
-        "n_edges_zero": int((scores[c.possible] == 0).sum()),
-        "m_model": float(m_model.mean()),
-        "m_nothing": float(m_nothing.mean()),
-        "checks": patcher.checks,
-        "curve": curve.row(settings.seed),
-        "edges_at": {str(t): curve.edges_at(t) for t in THRESHOLDS},
-        "edges_at_interval": {str(t): list(curve.edges_interval(t, settings.seed)) for t in THRESHOLDS},
-        "area_log": curve.area_log(),
-        **areas,
-    }
-    if settings.random_control:
-        circuit.results["random"] = _random(patcher, curve, settings, show_progress)
+    config = base_model(model).config
+    readings = {"components": _components(patcher, circuit, areas, settings, show_progress)}
+    found: Results = {
+        "task": name, "metric": heldout.metric, "model": str(config._name_or_path or config.model_type),
+        "sparse": is_gated(base_model(model)), "settings": dataclasses.asdict(settings),
+        "n_prompts_scoring": len(scoring), "n_layers": c.n_layers, "n_heads": c.n_heads, "readings": readings,
+        "seconds": {},
+    }  # fmt: skip
     if settings.heads:
         try:
-            circuit.heads = heads = _heads(model, decoder, circuit, heldout, settings, show_progress)
-            circuit.results["heads_at"] = {str(t): heads["curve"].edges_at(t) for t in THRESHOLDS}
-            circuit.results["heads"] = heads["names"][: heads["curve"].edges_at(0.9)]
-            circuit.results["heads_curve"] = heads["curve"].row(settings.seed)
+            ranking, heads = _heads(model, circuit, heldout, settings, show_progress)
+            found["heads_at"] = {str(t): heads.edges_at(t) for t in THRESHOLDS}
+            found["heads"] = ranking[: heads.edges_at(0.9)]
+            found["heads_curve"] = heads.row(settings.seed)
         except NoEffect as error:
             say(f"{name}: no heads: {error}")
     if settings.tokens:
@@ -262,20 +248,48 @@ def _discover(
             try:
                 by_token, row = attention_curve(decoder, scoring, heldout, *sizes, bar.update)
                 check_spread(by_token.m_model, by_token.m_nothing, "by token")
-                circuit.token_curve, circuit.results["attention_edges"] = by_token, row
+                circuit.curves["corrupted"], readings["corrupted"] = by_token, cast(Reading, row)
             except NoEffect as error:
                 say(f"{name}: no circuit by token: {error}")
-    if is_gated(base_model(model)):
-        circuit.results["token_edges"] = token_edges(model, heldout)
-    circuit.results["circuit"] = [[edge, score] for edge, score in circuit.edges[:5000]]
-    circuit.results["seconds"] = {
+    if found["sparse"]:
+        found["open_edges"] = cast(OpenEdges, token_edges(model, heldout))
+    found["seconds"] = {
         "scoring": round(scored - began, 1), "curve": round(drawn - scored, 1),
         "rest": round(time.perf_counter() - drawn, 1),
     }  # fmt: skip
+    circuit.results = found
     return circuit
 
 
-def _scores(decoder: Decoder, prompts: Prompts, settings: Search, show_progress: bool, say: Callable) -> np.ndarray:
+def _components(
+    patcher: Patcher, circuit: Circuit, areas: dict[str, float], settings: Search, show_progress: bool
+) -> Reading:
+    """The row of the component graph."""
+    c, curve = circuit.components, circuit.curves["components"]
+    scores = circuit.scores[c.possible]
+    row: dict[str, Any] = {
+        "n_prompts": len(patcher.m_model),
+        "n_edges": c.n_edges,
+        "n_edges_scored": int(np.isfinite(scores).sum()),
+        "n_edges_zero": int((scores == 0).sum()),
+        "m_model": float(patcher.m_model.numpy().mean()),
+        "m_nothing": float(patcher.m_nothing.numpy().mean()),
+        "checks": patcher.checks,
+        "curve": curve.row(settings.seed),
+        "edges_at": {str(t): curve.edges_at(t) for t in THRESHOLDS},
+        "edges_at_interval": {str(t): list(curve.edges_interval(t, settings.seed)) for t in THRESHOLDS},
+        "area_log": curve.area_log(),
+        **areas,
+        "circuit": [[edge, score] for edge, score in circuit.edges[:MOST_LISTED]],
+    }
+    if settings.random_control:
+        row["random"] = _random(patcher, curve, settings, show_progress)
+    return cast(Reading, row)
+
+
+def _scores(
+    decoder: Decoder, prompts: Prompts, settings: Search, show_progress: bool, say: Callable[[str], None]
+) -> np.ndarray:
     if settings.method == "exact":
         patcher = Patcher(decoder, prompts, settings.ablation, settings.memory_mb)
         with tqdm(total=decoder.components.n_edges, desc="patching", unit="edge", disable=not show_progress) as bar:
@@ -293,7 +307,7 @@ def _scores(decoder: Decoder, prompts: Prompts, settings: Search, show_progress:
 
 def _curve(
     patcher: Patcher, order: np.ndarray, settings: Search, show_progress: bool
-) -> tuple[Curve, dict, dict[int, int]]:
+) -> tuple[Curve, dict[str, float], dict[int, int]]:
     """(curve, MIB's areas, edges really in -> edges asked for)."""
     c = patcher.decoder.components
     n_edges = len(order)
@@ -307,7 +321,7 @@ def _curve(
     measured: dict[int, np.ndarray] = {n_edges: patcher.m_model.numpy()}
     sizes: dict[int, int] = {n_edges: n_edges}
 
-    def measure(wanted: list[int], bar) -> None:
+    def measure(wanted: list[int], bar: "tqdm[Any]") -> None:
         new = [n for n in dict.fromkeys(wanted) if n not in measured]
         masks = [c.prune(c.mask(order[:n])) for n in new]
         if new:
@@ -335,7 +349,7 @@ def _curve(
     return curve(), mib_areas(effects), back
 
 
-def _random(patcher: Patcher, curve: Curve, settings: Search, show_progress: bool) -> dict[str, list[float]]:
+def _random(patcher: Patcher, curve: Curve, settings: Search, show_progress: bool) -> CurveRow:
     """Random circuits (made of whole paths) at up to six sizes of the curve: slow, as they reach every part."""
     c, rng = patcher.decoder.components, np.random.default_rng(settings.seed)
     sizes = curve.edges[curve.edges > 0][:-1]
@@ -349,20 +363,18 @@ def _random(patcher: Patcher, curve: Curve, settings: Search, show_progress: boo
 
 
 def _heads(
-    model: nn.Module, decoder: Decoder, circuit: Circuit, heldout: Prompts, settings: Search, show_progress: bool
-) -> dict[str, Any]:
-    """The ranking of heads and the explained effect of keeping the best n of them."""
+    model: nn.Module, circuit: Circuit, heldout: Prompts, settings: Search, show_progress: bool
+) -> tuple[list[str], Curve]:
+    """(heads, best first; the explained effect of keeping the best n of them)."""
     ranking = circuit.components.rank_heads(circuit.scores)
     patcher = HeadPatcher(model, heldout)
     m_model, m_nothing = patcher.run([ranking, []]).numpy()
     check_spread(m_model, m_nothing, "heads")
     sizes = log_sizes(len(ranking), min(settings.points, 10)).tolist()
     with tqdm(desc="heads", unit="set", disable=not show_progress) as bar:
-        curve = refined_curve(
-            sizes,
-            lambda new: patcher.run([ranking[:n] for n in new], bar.update).numpy(),
-            m_model,
-            m_nothing,
-            len(ranking),
-        )
-    return {"names": [f"a{layer}.h{head}" for layer, head in ranking], "curve": curve}
+
+        def run(new: list[int]) -> np.ndarray:
+            return patcher.run([ranking[:n] for n in new], bar.update).numpy()
+
+        curve = refined_curve(sizes, run, m_model, m_nothing, len(ranking))
+    return [f"a{layer}.h{head}" for layer, head in ranking], curve

@@ -145,8 +145,9 @@ def _circuits(run: Run, base, sparse, seed: int) -> dict[str, Any] | None:
         circuit.save(run.path / f"circuit-addition-{role}.json")
     draw_all(result, run.path)
     row = result["tasks"]["addition"]
-    kinds = {"tokens": "attention_edges", "components": "thresholds"}
-    return {kind: row[key]["0.9"] for kind, key in kinds.items() if key in row}
+    kinds = {"tokens": "corrupted", "components": "components"}
+    found = row["multipliers"]
+    return {kind: found[reading]["dense"]["0.9"] for kind, reading in kinds.items() if reading in found}
 
 
 def _features(

@@ -128,9 +128,7 @@ def _figures_2_3(run: Run, folder: Path, kind: str, threshold: float) -> list[Pa
     from ..reporting.sections.circuits import comparisons
 
     drawn = []
-    for i, (_, comparison) in enumerate(comparisons(run.path)):
-        if "error" in comparison:
-            continue
+    for i, (_, comparison) in enumerate(comparisons(run.path)[0]):
         part = "" if i == 0 else f"-{i}"
         drawn += draw_figure2(comparison, folder, part, kind, threshold)
         for j, task in enumerate(comparison["tasks"]):

@@ -7,10 +7,12 @@ the Run's own numbers: no verdict is written by hand.
 from pathlib import Path
 from typing import Any
 
+from ...circuits.rows import MEAN, wording
 from ...runs.run import Run
 from ..packing import finite
 
 ROLES = ("base", "control", "sparse")
+OTHERS = {"dense": "dense base", "control": "dense control"}
 GOOD_COMPLETENESS = 1e-3
 
 
@@ -83,10 +85,11 @@ def _table_row(role: str, row: dict[str, Any] | None, circuits: dict[str, Any] |
     names = ("loss", "loss_standard_error", "kl_to_base", "density", "edges_per_query", "exact", "sequences")
     found = {"role": role} | {name: row.get(name) for name in names}
     task = circuits["tasks"][0] if circuits and circuits["tasks"] else None
-    model = task["models"].get("dense" if role == "base" else role) if task else None
-    if model:
-        found["circuit_edges"] = model["edges_at"].get("0.9")
-        found["circuit_total"] = model["n_edges"]
+    name = "dense" if role == "base" else role
+    if task and name in task["models"]:
+        graph, model = task["readings"][0]["models"][name], task["models"][name]
+        found["circuit_edges"] = graph["edges_at"].get("0.9")
+        found["circuit_total"] = graph["n_edges"]
         found["heads"] = model.get("heads_at", {}).get("0.9")
         found["heads_total"] = model["n_layers"] * model["n_heads"]
     return found
@@ -198,29 +201,23 @@ def _on_unseen(sparse, base, control, summary, config, kl: bool) -> list[dict[st
 
 
 def _of_circuit(task: dict[str, Any]) -> list[dict[str, str]]:
-    found, name = [], task["name"]
-    tokens = task.get("attention") or {}
-    control = "against the control"
-    rows = {
-        "thresholds": (f"Circuit of {name}", "dense base", task.get("thresholds", {})),
-        "thresholds_control": (f"Circuit of {name}, {control}", "dense control", task.get("thresholds_control", {})),
-        "attention_edges": (f"Attention edges of {name}", "dense base", tokens.get("thresholds", {})),
-        "attention_edges_control": (
-            f"Attention edges of {name}, {control}", "dense control", tokens.get("thresholds_control", {})
-        ),
-    }  # fmt: skip
-    for key, (label, other, thresholds) in rows.items():
-        m, mean = thresholds.get("0.9"), task.get("mean_multiplier", {}).get(key)
-        if m:
+    found = []
+    for reading, baselines in task.get("multipliers", {}).items():
+        for baseline, thresholds in baselines.items():
+            m, mean = thresholds.get("0.9"), thresholds.get(MEAN)
+            if not m:
+                continue
             state = "met" if m["low"] > 1 else "missed" if m["high"] < 1 else "care"
             times = m["multiplier"]
             text = f"{times:.1f}x fewer" if times >= 1 else f"{1 / times:.1f}x more"
             detail = (
-                f"for 90 % of the effect {m['dense_edges']:,} edges in the {other}, {m['sparse_edges']:,} in the "
-                f"sparse model: {text} (ratio {m['low']:.2g} to {m['high']:.2g}, n = {m['n_prompts']} prompts)"
+                f"for 90 % of the effect {m['dense_edges']:,} edges in the {OTHERS[baseline]}, {m['sparse_edges']:,} "
+                f"in the sparse model: {text} (ratio {m['low']:.2g} to {m['high']:.2g}, n = {m['n_prompts']} prompts)"
             )
             if mean:
                 detail += f"; mean ratio from 50 to 95 %: {mean['multiplier']:.2g}"
+            label = f"{wording(reading).label} of {task['name']}"
+            label += "" if baseline == "dense" else f", against the {baseline}"
             found.append(_verdict(state, label, detail))
     return found
 
