@@ -301,7 +301,7 @@ def test_nothing_in_figure_2_is_cut_off(n_tasks, tmp_path, monkeypatch):
     readings = {"components": model, "corrupted": model}
     row = {"models": {role: {"readings": readings} for role in ("dense", "sparse")}}
     figures = []
-    monkeypatch.setattr(figures_circuits, "_save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(figures_circuits, "save", lambda figure, path: figures.append(figure))
     comparison = {"tasks": {f"greater-than-{i}": row for i in range(n_tasks)}}
     figures_circuits.draw_figure2(comparison, tmp_path, "", "png", 0.9)
     assert len(figures) == 2

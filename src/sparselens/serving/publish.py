@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..reporting import payload, write_page
-from ..reporting.sections.attribution import read_trace, trace_files
+from ..reporting.sections.attribution import read_trace, trace_files, traced_prompts
 from ..runs.run import Run, check_folder, check_writable, reading, write_bytes
 
 FLOW_TOKENS = 16  # figure 1 is for prompts whose words fit beside each other
@@ -41,7 +41,7 @@ def look(run: Run, prompts: Sequence[str], say: Callable[[str], None]) -> None:
     if (run.path / "model").is_dir() or (run.path / "base" / "model").is_dir():
         from ..evaluation.attention_maps import attention_rows
 
-        attention_rows(run, tuple(prompts), say)
+        attention_rows(run, tuple(prompts), traced_prompts(run.path), say)
     elif prompts:
         raise ValueError(f"{run.path} has no model yet to run a prompt through; finish it with --resume")
 

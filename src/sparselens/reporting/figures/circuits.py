@@ -4,15 +4,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...circuits.rows import ComparisonRows, CurveRow, MultiplierRow, Reading, Results, wording
-from .flow import BLUE, GREY, INK, LIGHT
+from .style import BLUE, GREY, INK, LIGHT, ORANGE, SUFFIXES, pyplot, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-ORANGE = "#d9730d"  # the sparse model; distinct from BLUE in every common colour blindness and in grey
-STYLE: Any = {"font.family": "sans-serif", "svg.fonttype": "none", "svg.hashsalt": "sparselens", "pdf.fonttype": 42}
-SUFFIXES = ("png", "svg", "pdf")
 
 
 def draw_all(comparison: ComparisonRows, folder: str | Path, threshold: float = 0.9) -> list[Path]:
@@ -43,14 +38,6 @@ def draw_figure2(comparison: ComparisonRows, folder: Path, part: str, suffix: st
     return paths
 
 
-def _save(figure: "Figure", path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(path.suffix[1:])
-    figure.savefig(path, dpi=220, metadata=metadata)
-    plt.close(figure)
-
-
 def file_name(task: str) -> str:
     """A task's name as part of a file's name: it may come from a file that others have written."""
     return "".join(c if c.isalnum() or c in "-_" else "_" for c in task)[:80]
@@ -65,13 +52,8 @@ def draw_curves(comparison: ComparisonRows, panels: list[tuple[str, str]], path:
 
     panels: (task, reading) each.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     names = comparison.get("names", {})
-    with plt.rc_context(STYLE):
+    with pyplot() as plt:
         figure, axes = plt.subplots(
             1, len(panels), figsize=(0.5 + 2.9 * len(panels), 2.7), squeeze=False, layout="constrained"
         )
@@ -96,7 +78,7 @@ def draw_curves(comparison: ComparisonRows, panels: list[tuple[str, str]], path:
                 axis.spines[side].set_visible(False)
             axis.legend(fontsize=7, loc="best", frameon=False, handlelength=1.4)
         axes[0][0].set_ylabel("Explained Effect")
-        _save(figure, Path(path))
+        save(figure, path)
 
 
 def _draw_curve(axis: "Axes", curve: CurveRow, colour: str, style: str, label: str) -> None:
@@ -126,18 +108,13 @@ def _mark_threshold(axis: "Axes", found: MultiplierRow | None, threshold: float)
 
 def draw_circuits(comparison: ComparisonRows, task: str, path: str | Path) -> None:
     """Figure 3: the circuits that explain 90 %, side by side; a row of heads and an MLP per layer, layers downward."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     models, names = comparison["tasks"][task]["models"], comparison.get("names", {})
     roles = [role for role in ("sparse", "dense") if role in models]
     shapes = [shape_of(models[role]) for role in roles]
     width = max(n_heads for _, n_heads in shapes) + 2
     height = max(n_layers for n_layers, _ in shapes) + 3
     scale = min(0.36, 6.4 / (width * len(roles)) if width * len(roles) > 17 else 0.36)
-    with plt.rc_context(STYLE):
+    with pyplot() as plt:
         size = (0.5 + scale * width * len(roles) + 0.3, 0.5 + min(max(scale, 0.2) * height, 8.0))  # fits on a page
         figure, axes = plt.subplots(1, len(roles), figsize=(max(size[0], 3.2 * len(roles)), size[1]), squeeze=False)
         figure.subplots_adjust(left=0.07, right=0.99, top=0.93, bottom=0.02, wspace=0.06)
@@ -147,7 +124,7 @@ def draw_circuits(comparison: ComparisonRows, task: str, path: str | Path) -> No
         arrow = {"arrowstyle": "-|>", "color": INK, "lw": 1.0}
         figure.text(0.022, 0.5, "Layers", rotation=90, va="center", ha="center", fontsize=9, color=INK)
         axes[0][0].annotate("", (0.045, 0.3), (0.045, 0.7), xycoords="figure fraction", arrowprops=arrow)
-        _save(figure, Path(path))
+        save(figure, path)
 
 
 def shape_of(results: Results) -> tuple[int, int]:
@@ -206,7 +183,7 @@ def _draw_circuit(axis: "Axes", found: Reading, shape: tuple[int, int]) -> None:
             if chosen:
                 x, y = zip(*chosen, strict=True)
                 axis.scatter(x, y, size, marker=marker, facecolor=face, edgecolor=edge, linewidth=0.8, zorder=order)
-    labels = {"ha": "center", "fontsize": 7, "color": INK}
+    labels: Any = {"ha": "center", "fontsize": 7, "color": INK}
     axis.text(*_offset("input", shape, 0.38), "input", va="bottom", **labels)
     axis.text(*_offset("logits", shape, -0.38), "logits", va="top", **labels)
     axis.text(n_heads + 0.2, 0.15, "MLP", va="bottom", **labels)
