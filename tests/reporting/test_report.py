@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,15 +16,17 @@ from report_runs import HOSTILE, LONE, make_run, real_trace, rows_in, write_atte
 from sparselens.circuits.circuit import Circuit
 from sparselens.cli import main
 from sparselens.models.component_graph import Components
-from sparselens.reporting import build_page, payload
+from sparselens.reporting import build_page, page, payload
 from sparselens.reporting.packing import OUTSIDE, finite, pack_margins, pack_weights
-from sparselens.reporting.page import SCRIPTS, asset, embed, joined_scripts
+from sparselens.reporting.page import embed, joined_scripts, scripts
 from sparselens.reporting.sections.attention import attention
 from sparselens.reporting.sections.attribution import KINDS, features, one_trace
 from sparselens.reporting.sections.circuits import drawable
 from sparselens.reporting.sections.summary import verdicts
 from sparselens.runs.run import Run, write_json
 from sparselens.serving.serve import make_server, stamp
+
+ASSETS = Path(page.__file__).parent / "assets"
 
 
 @pytest.fixture
@@ -76,7 +79,7 @@ def test_hostile_names_everywhere(tmp_path):
     assert page.count("</script>") == 2, "the rows and the script, nothing that came from a name"
     assert "<img" not in page
     shown = rows_in(page)["runs"][0]
-    assert shown["overview"]["title"] == HOSTILE
+    assert shown["summary"]["title"] == HOSTILE
     assert shown["attention"]["prompts"][0]["tokens"] == [HOSTILE, LONE, "x"]
 
 
@@ -84,8 +87,8 @@ def test_scripts_are_real_modules():
     """Joined, they must not hide each other's names; apart, every import must name something that is exported."""
     defined: dict[str, str] = {}
     exports = {}
-    for name in SCRIPTS:
-        text = asset(name)
+    assert set(scripts()) == {path.name for path in ASSETS.glob("*.js")}, "every script is somebody's"
+    for name, text in scripts().items():
         exports[name] = set(re.findall(r"^export (?:async )?(?:const|let|function|class) (\w+)", text, re.M))
         for found in re.findall(r"^(?:export )?(?:async )?(?:const|let|function|class) (\w+)", text, re.M):
             assert found not in defined, f"{found} is in {name} and {defined[found]}"
@@ -148,7 +151,7 @@ def test_a_new_reading_needs_no_new_reader(run, capsys):
     shown = payload([run])["runs"][0]
     reading = shown["circuits"]["tasks"][0]["readings"][-1]
     assert (reading["name"], reading["picture"]) == ("removed", None) and reading["models"]["sparse"]["curve"]
-    labels = [verdict["label"] for verdict in shown["overview"]["verdicts"]]
+    labels = [verdict["label"] for verdict in shown["summary"]["verdicts"]]
     assert {"Circuit (removed) of ioi", "Circuit (removed) of ioi, against the control"} <= set(labels)
     main(["figures", str(run), "--format", "svg"])
     assert "figure2-removed.svg" in capsys.readouterr().out
@@ -172,7 +175,7 @@ def test_the_mean_multiplier_reaches_the_page(tmp_path):
     thresholds = row["multipliers"]["corrupted"]["dense"]
     row["multipliers"]["corrupted"]["dense"] = thresholds | {"mean": thresholds["0.9"] | {"multiplier": 7.25}}
     write_json(folder / "circuits" / "results.json", results)
-    found = payload([folder])["runs"][0]["overview"]["verdicts"]
+    found = payload([folder])["runs"][0]["summary"]["verdicts"]
     assert [v["label"] for v in found if "mean ratio from 50 to 95 %: 7.2" in v["detail"]] == ["Attention edges of ioi"]
 
 
@@ -189,7 +192,7 @@ def test_attention_edges_are_the_runs(run):
         for edge, expected in zip(zip(*columns, strict=True), kept["circuit"], strict=True):
             assert edge[:4] == tuple(expected[:4])
             assert edge[4:] == pytest.approx(expected[4:], rel=1e-3)
-    labels = [verdict["label"] for verdict in payload([run])["runs"][0]["overview"]["verdicts"]]
+    labels = [verdict["label"] for verdict in payload([run])["runs"][0]["summary"]["verdicts"]]
     assert {"Attention edges of ioi", "Attention edges of ioi, against the control"} <= set(labels)
 
 
@@ -286,10 +289,15 @@ def test_empty_and_unfinished_runs(tmp_path):
     (tmp_path / "run").mkdir()
     write_json(tmp_path / "run" / "run.json", {"kind": "sparsify", "config": {"model": "gpt2"}, "provenance": {}})
     rows = payload([tmp_path / "run"])["runs"][0]
-    assert rows["training"] is None and rows["attention"] is None and rows["circuits"] is None and rows["traces"] == []
-    assert rows["overview"]["verdicts"][0]["state"] == "open"
+    assert (
+        rows["training"] is None
+        and rows["attention"] is None
+        and rows["circuits"] is None
+        and rows["attribution"] == []
+    )
+    assert rows["summary"]["verdicts"][0]["state"] == "open"
     assert "sparselens compare gpt2" in rows["commands"]["circuits"]
-    assert rows["commands"]["overview"] == f"sparselens sparsify gpt2 --data TEXT --out {tmp_path / 'run'} --resume"
+    assert rows["commands"]["summary"] == f"sparselens sparsify gpt2 --data TEXT --out {tmp_path / 'run'} --resume"
     record = {
         "kind": "sparsify",
         "config": {"model": "gpt2"},
@@ -311,8 +319,8 @@ def test_transcoder_runs(tmp_path):
     results = line | {"loss_recovered": 0.7, "replacement_loss": 3.3, "model_loss": 3.0, "zero_loss": 4.0}
     write_json(tmp_path / "run" / "results.json", results)
     rows = payload([tmp_path / "run"])["runs"][0]
-    assert rows["overview"]["sentence"].startswith("9.0 active features per layer explain 70")
-    assert [verdict["state"] for verdict in rows["overview"]["verdicts"]] == ["care", "met"]
+    assert rows["summary"]["sentence"].startswith("9.0 active features per layer explain 70")
+    assert [verdict["state"] for verdict in rows["summary"]["verdicts"]] == ["care", "met"]
     assert [chart["title"] for chart in rows["training"]["charts"]] == ["FVU", "L0", "Dead features", "Speed"]
     assert rows["training"]["per_layer"]["values"] == [[0.2, 0.2], [0.4, 0.4]]
 

@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..reporting import payload, write_page
+from ..reporting.payload import open_runs
 from ..reporting.sections.attribution import read_trace, trace_files, traced_prompts
 from ..runs.run import Run, check_folder, check_writable, reading, write_bytes
 
@@ -29,11 +30,13 @@ def report(
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give the page a file name, such as {path / 'report.html'}")
     check_writable(path)
-    payload(list(runs))  # damaged rows are found before any work
-    for found in runs:
-        with reading(found.path):
-            look(found, prompts, say)
-    return write_page(payload(list(runs)), path)
+    shown = open_runs(runs)
+    payload(shown)  # damaged rows are found before any work
+    for one in shown:
+        with reading(one.run.path):
+            look(one.run, prompts, say)
+        one.forget("attention")  # all other rows are made once
+    return write_page(payload(shown), path)
 
 
 def look(run: Run, prompts: Sequence[str], say: Callable[[str], None]) -> None:

@@ -31,7 +31,7 @@ def serve(
 def make_server(runs: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
     if not 0 <= port <= 65535:
         raise ValueError(f"port={port}: expected a number from 0 to 65535")
-    payload(list(runs))  # a folder that is no Run is an error now, not a page of errors later
+    payload(runs)  # a folder that is no Run is an error now, not a page of errors later
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), partial(Handler, runs))
     except OSError as error:
@@ -61,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, "text/plain", stamp(self.runs).encode())
         elif self.path in ("/", "/index.html"):
             try:
-                page = build_page(payload(list(self.runs), live=True) | {"stamp": stamp(self.runs)})
+                page = build_page(payload(self.runs, live=True) | {"stamp": stamp(self.runs)})
                 self._answer(200, "text/html; charset=utf-8", page.encode("ascii"))
             except (ValueError, OSError) as error:
                 self._answer(500, "text/plain; charset=utf-8", f"sparselens: {error}\n".encode())

@@ -7,6 +7,7 @@ import { KeptEdges } from "./size_slider.js";
 import { CircuitGraph, GraphView } from "./circuit_graph.js";
 import { TokenView } from "./token_edges.js";
 import { HeadsTable } from "./heads.js";
+import { section } from "./sections.js";
 
 /** How the circuits of a reading are drawn; a reading without a picture has its curve alone. */
 const PICTURES = {
@@ -14,19 +15,19 @@ const PICTURES = {
   tokens: { label: "Attention edges kept", view: (role, model, tell) => new TokenView(role, model, tell) },
 };
 
-export function showCircuits(section, run) {
+section("circuits", (place, run) => {
   const rows = run.circuits;
   const title = heading("circuits", "Circuits", "Which parts of the model do a task, and how few of them are enough.");
   if (!rows || !rows.tasks.length) {
     const why = rows?.problems.length
       ? `No circuit was found: ${rows.problems.join("; ")}. Try another task:`
       : "No circuit has been looked for. This finds the circuits of a task in the dense, control and sparse model:";
-    section.replaceChildren(...title, emptyNotice(why, run.commands.circuits));
+    place.replaceChildren(...title, emptyNotice(why, run.commands.circuits));
     return;
   }
-  section.replaceChildren(...title);
-  new Circuits(section, rows, run.overview.per_head);
-}
+  place.replaceChildren(...title);
+  new Circuits(place, rows, run.summary.per_head);
+});
 
 class Circuits {
   constructor(section, rows, density) {

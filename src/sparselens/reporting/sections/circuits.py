@@ -7,6 +7,7 @@ A point of the curve is a circuit that was run: the best n edges, dead ends remo
 3. For every measured size find the prefix that has exactly this many live edges (their number only grows).
 """
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ...circuits.rows import ComparisonRows, Reading, Results, TaskRow, comparis
 from ...models.component_graph import Components
 from ...runs.run import Run, read_json
 from ..packing import finite, short
+from . import Section
 
 MOST = 3000  # edges to draw per model
 ROLES = ("dense", "control", "sparse")
@@ -175,3 +177,14 @@ def _prefix(c: Components, order: np.ndarray, size: int) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if c.prune(c.mask(order[:middle])).sum() >= size else (middle + 1, high)
     return low if int(c.prune(c.mask(order[:low])).sum()) == size else None
+
+
+def _command(run: Run) -> str:
+    model = str(run.record.get("config", {}).get("model", "MODEL"))
+    folder = shlex.quote(str(run.path))
+    task = "addition" if model == "addition" else "ioi"
+    dense = f"{folder}/base/model" if model == "addition" else shlex.quote(model)
+    return f"sparselens compare {dense} {folder} --tasks {task} --out {folder}/circuits"
+
+
+SECTION = Section("circuits", "Circuits", lambda shown: circuits(shown.run), _command, place=40)

@@ -4,45 +4,42 @@ A verdict is {"state", "label", "detail"}; state is met, care, missed or open. E
 the Run's own numbers: no verdict is written by hand.
 """
 
-from pathlib import Path
 from typing import Any
 
 from ...circuits.rows import MEAN, wording
 from ...runs.run import Run
 from ..packing import finite
+from . import Section, Shown
+from .training import resume_command, title
 
 ROLES = ("base", "control", "sparse")
 OTHERS = {"dense": "dense base", "control": "dense control"}
 GOOD_COMPLETENESS = 1e-3
 
 
-def overview(run: Run, circuits: dict[str, Any] | None, traces: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(shown: Shown) -> dict[str, Any]:
     """Title, sentence, table, verdicts, provenance."""
+    run, circuits = shown.run, shown["circuits"]
     rows = _rows(run)
     name = "results.json" if run.record.get("kind") == "transcode" else "summary.json"
-    summary = run.read(name) if (run.path / name).is_file() else {}
+    results = run.read(name) if (run.path / name).is_file() else {}
     config = run.record.get("config", {})
-    return finite(
+    found: dict[str, Any] = finite(
         {
             "title": title(run),
             "kind": run.record.get("kind", "run"),
-            "sentence": _sentence(title(run), rows, summary, config),
+            "sentence": _sentence(title(run), rows, results, config),
             "table": [_table_row(role, rows.get(role), circuits) for role in ROLES if role in rows],
             "task": circuits["tasks"][0]["name"] if circuits and circuits["tasks"] else None,
-            "verdicts": verdicts(rows, summary, config, circuits, traces),
-            "facts": _facts(summary) if "fvu" in summary else [],
+            "verdicts": verdicts(rows, results, config, circuits, shown["attribution"]),
+            "facts": _facts(results) if "fvu" in results else [],
             "per_head": (rows.get("sparse") or {}).get("density_per_head"),
             "settings": _settings(config),
             "provenance": run.record.get("provenance", {}),
             "run": run.path.name,
         }
     )
-
-
-def title(run: Run) -> str:
-    """The model's name, without the folders on the way to it."""
-    name = str(run.record.get("config", {}).get("model") or run.path.name)
-    return Path(name).name if name.startswith((".", "/", "~")) or Path(name).exists() else name
+    return found
 
 
 def _rows(run: Run) -> dict[str, dict[str, Any]]:
@@ -232,3 +229,6 @@ def _settings(config: dict[str, Any]) -> list[list[str]]:
         ("sequence length", config.get("text", {}).get("length")), ("seed", training.get("seed", config.get("seed"))),
     ]  # fmt: skip
     return [[name, str(value)] for name, value in wanted if value is not None]
+
+
+SECTION = Section("summary", "Summary", summary, resume_command, place=10)
