@@ -72,9 +72,11 @@ def multipliers(models: dict, scoring, heldout, n_prompts: int) -> dict[str, dic
             for name, model in models.items()
         }
         circuits = circuits or found
-        rows[label] = _against({name: circuit.curve for name, circuit in found.items()})
+        rows[label] = _against({name: circuit.curves["components"] for name, circuit in found.items()})
         print(label, {other: row["0.9"] for other, row in rows[label].items()}, flush=True)
-    rows["attention edges by token"] = _against({name: circuit.token_curve for name, circuit in circuits.items()})
+    rows["attention edges by token"] = _against(
+        {name: circuit.curves["corrupted"] for name, circuit in circuits.items()}
+    )
     print("by token", {other: row["0.9"] for other, row in rows["attention edges by token"].items()}, flush=True)
     return rows
 

@@ -35,7 +35,7 @@ from sparselens.tasks import Pair
 from sparselens.tasks.prompts import Item, Prompts, Read, collate
 from sparselens.training.compilation import compiles
 from sparselens.training.controllers import Budget
-from sparselens.training.copies import add_gates, dense_copy
+from sparselens.training.copies import dense_copy, with_gates
 from sparselens.training.loop import Stage, loss_and_density
 from sparselens.training.optimizers import make_optimizer
 
@@ -150,7 +150,7 @@ def trainable(kind, config, dtype: torch.dtype, settings: Sparsify) -> Any:
         base = kind._from_config(config, dtype=dtype, attn_implementation="sdpa").requires_grad_(False)
     model = dense_copy(base, settings.training)
     del base
-    add_gates(model, settings)
+    with_gates(model, settings)
     return model.train()
 
 

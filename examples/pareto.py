@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import sparselens as sl
-from sparselens.reporting.figures.circuits import ORANGE
-from sparselens.reporting.figures.flow import BLUE, GREY
+from sparselens.reporting.figures.style import BLUE, GREY, ORANGE
 from sparselens.runs.run import Run, provenance, write_json
 
 

@@ -142,7 +142,8 @@ def discover(dense, sl, tokenizer):
 
     search = Search(prompts=16, points=10, steps=3, heads=False, random_control=False)  # small; see `discover --help`
     circuit = sl.discover(dense, tokenizer, "addition", settings=search)
-    print(f"dense: {circuit.results['edges_at']['0.9']} of {circuit.results['n_edges']} edges explain 90 %")
+    found = circuit.results["readings"]["components"]
+    print(f"dense: {found['edges_at']['0.9']} of {found['n_edges']} edges explain 90 %")
     print("the strongest:", ", ".join(f"{_edge} {_score:+.2f}" for _edge, _score in circuit.edges[:4]))
     return circuit, search
 

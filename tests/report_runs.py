@@ -117,7 +117,7 @@ def write_circuits(
     c = Components(n_layers, n_heads)
     folder.mkdir(parents=True, exist_ok=True)
     models = {role: _discovered(c, rng, folder, task, role, n_edges) for role in ("dense", "control", "sparse")}
-    dense, sparse = models["dense"]["edges_at"], models["sparse"]["edges_at"]
+    dense, sparse = (models[role]["readings"]["components"]["edges_at"] for role in ("dense", "sparse"))
     thresholds = {
         t: {
             "dense_edges": dense[t], "sparse_edges": sparse[t], "multiplier": dense[t] / max(sparse[t], 1), "low": 0.8,
@@ -127,15 +127,10 @@ def write_circuits(
     }  # fmt: skip
     for role, model in models.items():  # the same, counted in single attention edges
         alive = min(20 if role == "sparse" else 2 * n_edges, 2000)
-        model["attention_edges"] = _token_circuit(rng, n_layers, n_heads, tokens or list("36+28="), alive)
-    row = {
-        "attention_edges": thresholds,
-        "attention_edges_control": thresholds,
-        "thresholds": thresholds,
-        "thresholds_control": thresholds,
-        "overlap": None,
-        "models": models,
-    }
+        model["readings"]["corrupted"] = _token_circuit(rng, n_layers, n_heads, tokens or list("36+28="), alive)
+    baselines = {"dense": thresholds, "control": thresholds}
+    multipliers = {"components": baselines, "corrupted": baselines}
+    row = {"multipliers": multipliers, "overlap": None, "models": models}
     names = {"dense": "dense", "sparse": "sparse"}
     rows = {"settings": {}, "names": names, "tasks": {task: row}}
     (folder / "results.json").write_text(json.dumps(rows))  # tokens may hold half a character
@@ -172,14 +167,16 @@ def _discovered(c: Components, rng: np.random.Generator, folder: Path, task: str
     circuit.save(folder / f"circuit-{task}-{role}.json")
     band = {"low": [f - 0.05 for f in effect], "high": [f + 0.04 for f in effect]}
     ranking = [f"a{layer}.h{head}" for layer in range(c.n_layers) for head in range(c.n_heads)]
+    components = {
+        "n_prompts": 16, "n_edges": c.n_edges, "n_edges_scored": c.n_edges, "m_model": 4.9, "m_nothing": 0.1,
+        "checks": {"full": 1e-6, "empty": 1e-6}, "curve": {"edges": sizes, "effect": effect, **band}, "edges_at": at,
+        "edges_at_interval": {t: [n, n] for t, n in at.items()}, "circuit": [],
+        "random": {"edges": [8, c.n_edges], "effect": [0.0, 1.0], "low": [0, 1], "high": [0, 1]},
+    }  # fmt: skip
     return {
         "task": task, "metric": "logit", "model": role, "sparse": role == "sparse", "settings": {"selection": "top"},
-        "n_prompts_scoring": 16, "n_prompts": 16, "n_layers": c.n_layers, "n_heads": c.n_heads, "n_edges": c.n_edges,
-        "n_edges_scored": c.n_edges, "m_model": 4.9, "m_nothing": 0.1, "checks": {"full": 1e-6, "empty": 1e-6},
-        "curve": {"edges": sizes, "effect": effect, **band}, "edges_at": at,
-        "edges_at_interval": {t: [n, n] for t, n in at.items()}, "heads_at": {"0.8": 2, "0.9": 3, "0.95": 4},
-        "heads": ranking[:3], "random": {"edges": [8, c.n_edges], "effect": [0.0, 1.0], "low": [0, 1], "high": [0, 1]},
-        "circuit": [],
+        "n_prompts_scoring": 16, "n_layers": c.n_layers, "n_heads": c.n_heads, "heads": ranking[:3],
+        "heads_at": {"0.8": 2, "0.9": 3, "0.95": 4}, "readings": {"components": components},
     }  # fmt: skip
 
 

@@ -49,6 +49,7 @@ def test_multipliers_are_where_compare_writes_them(name: str):
     """Task by task at the top, as `compare --json` has them; beneath, everything about them."""
     found = json.loads(Path(FILES[0].parent, f"compare-{name}.json").read_text())
     for task, details in found["tasks"].items():
-        assert found[task] == details["thresholds"]
-        assert found[task]["0.9"]["low"] <= found[task]["0.9"]["multiplier"] <= found[task]["0.9"]["high"]
-        assert "thresholds_control" in details, "no multiplier without its control"
+        assert found[task] == details["multipliers"]
+        row = found[task]["components"]["dense"]["0.9"]
+        assert row["low"] <= row["multiplier"] <= row["high"]
+        assert all("control" in baselines for baselines in found[task].values()), "no multiplier without its control"

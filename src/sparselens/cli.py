@@ -132,9 +132,20 @@ class DiscoverCommand:
     settings: OmitArgPrefixes[Search] = dataclasses.field(default_factory=Search)
 
     def __call__(self) -> None:
-        from .circuits.commands import discover_command
+        from .circuits.discover import discover, table
 
-        discover_command(self.model, self.task, self.settings, self.out, self.json)
+        circuit = discover(
+            self.model, task=self.task, settings=self.settings, out=self.out, json=self.json, show_progress=True
+        )
+        if not distributed.is_main():
+            return
+        print("\n" + table(circuit.results))
+        if self.out is not None:
+            from .circuits.rows import alone
+            from .reporting.figures.circuits import draw_all
+
+            draw_all(alone(circuit.results), self.out)
+            print(f"circuit, results and figures are in {self.out}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,9 +167,18 @@ class CompareCommand:
     settings: OmitArgPrefixes[Search] = dataclasses.field(default_factory=Search)
 
     def __call__(self) -> None:
-        from .circuits.commands import compare_command
+        from .circuits.compare import compare, table
 
-        compare_command(self.dense, self.sparse, list(self.tasks), self.control, self.settings, self.out, self.json)
+        result = compare(
+            self.dense, self.sparse, self.tasks, control=self.control, settings=self.settings, out=self.out,
+            json=self.json, show_progress=True,
+        )  # fmt: skip
+        print("\n" + table(result))
+        if self.out is not None:
+            from .reporting.figures.circuits import draw_all
+
+            draw_all(result, self.out)
+            print(f"circuits, results and figures are in {self.out}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,9 +266,18 @@ class ReportCommand:
     """Port of --serve."""
 
     def __call__(self) -> None:
-        from .serving.publish import report_command
+        if not 1 <= len(self.runs) <= 2:
+            raise ValueError(f"a report shows one or two Runs, not {len(self.runs)}")
+        if self.serve and self.out is not None:
+            raise ValueError("--serve writes no file; leave out --out, or leave out --serve")
+        if self.serve:
+            from .serving.serve import serve
 
-        report_command(list(self.runs), self.out, list(self.prompt), self.serve, self.port)
+            return serve(self.runs, self.port, self.prompt)
+        from .serving.publish import report
+
+        path = report(*self.runs, out=self.out, prompts=self.prompt)
+        print(f"{path} ({path.stat().st_size / 1e6:.1f} MB): open it in a browser; it needs nothing else")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,9 +292,10 @@ class Figures:
     """Folder for the figures. Default: the Run."""
 
     def __call__(self) -> None:
-        from .serving.publish import figures_command
+        from .serving.publish import figures
 
-        figures_command(self.run, self.format, self.out)
+        for path in figures(self.run, self.format, self.out):
+            print(path)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from sparselens.circuits.circuit import Circuit
 from sparselens.circuits.compare import compare, table
 from sparselens.circuits.discover import answered, discover
 from sparselens.circuits.heads import HeadPatcher
+from sparselens.circuits.rows import MultiplierRow, Reading, Results
 from sparselens.circuits.run import Patcher, run_nodes
 from sparselens.circuits.scores import (
     _differences,
@@ -240,12 +241,13 @@ def test_discover_from_end_to_end(selection, tmp_path):
         model, tiny_tokenizer(), chosen([model]), selection=selection, prompts=12, points=8, steps=3, **QUIET
     )
     found = circuit.results
-    assert found["n_edges"] == circuit.components.n_edges == found["n_edges_scored"]
-    assert found["m_model"] > found["m_nothing"]
-    assert found["curve"]["edges"][-1] == found["n_edges"] and found["curve"]["effect"][-1] == pytest.approx(1.0)
-    assert circuit.n_edges == found["edges_at"]["0.9"] and set(found["heads_at"]) == {"0.8", "0.9", "0.95"}
+    row = found["readings"]["components"]
+    assert row["n_edges"] == circuit.components.n_edges == row["n_edges_scored"]
+    assert row["m_model"] > row["m_nothing"]
+    assert row["curve"]["edges"][-1] == row["n_edges"] and row["curve"]["effect"][-1] == pytest.approx(1.0)
+    assert circuit.n_edges == row["edges_at"]["0.9"] and set(found["heads_at"]) == {"0.8", "0.9", "0.95"}
     assert np.array_equal(circuit.components.prune(circuit.mask), circuit.mask)
-    tokens = found["token_edges"]
+    tokens = found["open_edges"]
     assert tokens["n_open"] + tokens["n_proven_absent"] == tokens["n_possible"] == 2 * 4 * 15  # five tokens
     circuit.save(tmp_path / "circuit.json")
     assert np.array_equal(Circuit.load(tmp_path / "circuit.json").mask, circuit.mask)
@@ -268,14 +270,15 @@ def test_compare_is_paired_and_brings_the_control(tmp_path):
         dense, sparse, [chosen([dense, sparse])], control=dense, tokenizer=tiny_tokenizer(),
         settings=Search(prompts=10, points=6, steps=2, heads=False), **QUIET,
     )  # fmt: skip
-    row = result["tasks"]["words"]
-    assert set(row["thresholds"]["0.9"]) == {"dense_edges", "sparse_edges", "multiplier", "low", "high", "n_prompts"}
-    assert row["thresholds_control"]["0.9"]["dense_edges"] == row["thresholds"]["0.9"]["dense_edges"]
-    assert set(row["mean_multiplier"]) == {
-        "thresholds", "thresholds_control", "attention_edges", "attention_edges_control"
-    }  # fmt: skip
+    found = result["tasks"]["words"]["multipliers"]
+    assert list(found) == ["components", "corrupted"]
+    for baselines in found.values():
+        assert list(baselines) == ["dense", "control"] and baselines["control"] == baselines["dense"]
+        for thresholds in baselines.values():
+            assert list(thresholds) == ["0.8", "0.9", "0.95", "mean"]
+            assert all(set(row) == set(MultiplierRow.__annotations__) for row in thresholds.values())
     assert table(result).count("50-95%") == 5  # a row for each, and what it means
-    assert len({len(circuit.curve.m_model) for circuit in result.circuits["words"].values()}) == 1
+    assert len({len(circuit.curves["components"].m_model) for circuit in result.circuits["words"].values()}) == 1
     from sparselens.reporting.figures.circuits import draw_all
 
     paths = draw_all(json.loads(json.dumps(result)), tmp_path)
@@ -292,9 +295,10 @@ def test_nothing_in_figure_2_is_cut_off(n_tasks, tmp_path, monkeypatch):
 
     curve = {"edges": [0, 10, 200_000], "effect": [0.0, 0.5, 1.0], "low": [0.0, 0.4, 1.0], "high": [0.0, 0.6, 1.0]}
     model = {"curve": curve, "n_edges": 200_000}
-    row = {"models": {role: model | {"attention_edges": model} for role in ("dense", "sparse")}}
+    readings = {"components": model, "corrupted": model}
+    row = {"models": {role: {"readings": readings} for role in ("dense", "sparse")}}
     figures = []
-    monkeypatch.setattr(figures_circuits, "_save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(figures_circuits, "save", lambda figure, path: figures.append(figure))
     comparison = {"tasks": {f"greater-than-{i}": row for i in range(n_tasks)}}
     figures_circuits.draw_figure2(comparison, tmp_path, "", "png", 0.9)
     assert len(figures) == 2
@@ -314,7 +318,8 @@ def test_figure_3_at_both_ends(n_edges, tmp_path):
     c, rng = Components(12, 12), np.random.default_rng(0)
     mask = c.random_circuit(n_edges, rng)
     circuit = Circuit(c, np.where(mask, rng.normal(size=mask.shape), 0.0), mask)
-    rows = {"n_layers": 12, "n_heads": 12, "n_edges": c.n_edges, "edges_at": {"0.9": n_edges}, "circuit": circuit.edges}
+    found = {"n_edges": c.n_edges, "edges_at": {"0.9": n_edges}, "circuit": circuit.edges}
+    rows = {"n_layers": 12, "n_heads": 12, "readings": {"components": found}}
     draw_circuits({"tasks": {"ioi": {"models": {"dense": rows, "sparse": rows}}}}, "ioi", tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 20_000
 
@@ -329,7 +334,8 @@ def test_figure_3_of_a_long_circuit(tmp_path):
     circuit = Circuit(c, np.where(mask, rng.uniform(0.5, 1, size=mask.shape), 0.0), mask)
     edges = [[edge, score] for edge, score in circuit.edges]
     edges[0][1] = 1000.0
-    rows = {"n_layers": 12, "n_heads": 12, "n_edges": c.n_edges, "edges_at": {"0.9": 9000}, "circuit": edges}
+    found = {"n_edges": c.n_edges, "edges_at": {"0.9": 9000}, "circuit": edges}
+    rows = {"n_layers": 12, "n_heads": 12, "readings": {"components": found}}
     draw_circuits({"tasks": {"ioi": {"models": {"dense": rows}}}}, "ioi", tmp_path / "figure.svg")
     svg = (tmp_path / "figure.svg").read_text()
     assert "9,000 edges, the strongest 2,000" in svg
@@ -350,12 +356,16 @@ def test_command_line(tmp_path, capsys):
     main(["discover", str(tmp_path / "model"), "--task", str(pairs), "--json", str(tmp_path / "d.json"),
           "--out", str(tmp_path / "out"), *common])  # fmt: skip
     found = json.loads((tmp_path / "d.json").read_text())
-    assert {"n_edges", "n_edges_scored", "m_model", "m_nothing", "curve", "edges_at", "heads_at"} <= found.keys()
-    assert set(found["curve"]) == {"edges", "effect", "low", "high"}
+    assert found.keys() - {"provenance"} <= Results.__annotations__.keys() and list(found["readings"]) == [
+        "components", "corrupted"
+    ]  # fmt: skip
+    for row in found["readings"].values():
+        assert Reading.__required_keys__ <= row.keys() <= Reading.__annotations__.keys()
+        assert set(row["curve"]) == {"edges", "effect", "low", "high"}
     assert (tmp_path / "out" / "figure2.png").is_file() and (tmp_path / "out" / "circuit.json").is_file()
     folder = str(tmp_path / "model")
     main(["compare", folder, folder, "--tasks", str(pairs), "--json", str(tmp_path / "c.json"), *common])
-    assert json.loads((tmp_path / "c.json").read_text())["mine"]["0.9"]["multiplier"] == 1.0
+    assert json.loads((tmp_path / "c.json").read_text())["mine"]["components"]["dense"]["0.9"]["multiplier"] == 1.0
     pairs.write_text(json.dumps({"clean": "w1 w2", "corrupted": "w1", "answer": " w3", "wrong": " w4"}))
     with pytest.raises(SystemExit):
         main(["discover", str(tmp_path / "model"), "--task", str(pairs)])

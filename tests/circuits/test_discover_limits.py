@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 from sparselens import tasks
 from sparselens.circuits.attention_edges import AttentionPatcher, attention_curve
-from sparselens.circuits.commands import _name
+from sparselens.circuits.circuit import Circuit
 from sparselens.circuits.compare import compare
 from sparselens.circuits.discover import discover, prepare
 from sparselens.circuits.faithfulness import NoEffect
@@ -20,8 +21,9 @@ from sparselens.circuits.run import Patcher
 from sparselens.circuits.scores import eap
 from sparselens.config import Gate, Search
 from sparselens.models.decoder import Decoder
-from sparselens.models.loading import add_gates
+from sparselens.models.loading import add_gates, name_of, save
 from sparselens.runs import distributed
+from sparselens.runs.run import Run, write_json
 from sparselens.tasks import Pair, Task
 from sparselens.tasks.ioi_long import register_distance
 from sparselens.tasks.prompts import build, of_common_length
@@ -72,7 +74,7 @@ def test_heads_and_tokens_without_an_effect_are_left_out():
     task = Task("last", None, "logit", prompts.take((good > 0) & (good - bad > 0.3)).pairs[:24])
     said = []
     found = discover(model, tiny_tokenizer(), task, prompts=12, points=4, steps=1, say=said.append).results
-    assert "heads_at" not in found and "attention_edges" not in found
+    assert "heads_at" not in found and list(found["readings"]) == ["components"]
     assert sum("no effect to explain" in s for s in said) == 2
     assert "NaN" not in json.dumps(found)
 
@@ -190,7 +192,46 @@ def test_models_keep_their_names(name, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if "/" not in name:
         (tmp_path / name).mkdir()
-    assert _name(name) == expected
+    assert name_of(name) == expected
+
+
+@pytest.mark.parametrize(
+    "wrong, why",
+    [({"task": "nonsense"}, "unknown task"), ({"out": "file"}, "is a file"), ({"json": "folder"}, "is a folder")],
+)
+def test_what_can_be_refused_is_refused_before_a_model_is_loaded(wrong, why, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("folder").mkdir()
+    with pytest.raises(ValueError, match=why):
+        discover("no-such-model", **wrong)
+    wrong = {"tasks": [wrong["task"]]} if "task" in wrong else wrong
+    with pytest.raises(ValueError, match=why):
+        compare("no-such-model", "no-such-model", **wrong)
+
+
+def test_every_source_will_do_and_results_are_written(tmp_path):
+    model, task = tiny_model("gpt2"), chosen([tiny_model("gpt2")])
+    save(model, tiny_tokenizer(), tmp_path / "run" / "model")
+    save(model, tiny_tokenizer(), tmp_path / "run" / "control" / "model")
+    write_json(tmp_path / "run" / "run.json", {"kind": "sparsify", "config": {}, "provenance": {}})
+    quick = {"settings": Search(prompts=8, points=3, steps=1, heads=False, tokens=False), **QUIET}
+    sources = [(model, tiny_tokenizer()), str(tmp_path / "run" / "model"), Run(tmp_path / "run")]
+    found = [discover(source, task=task, out=tmp_path / str(i), **quick) for i, source in enumerate(sources)]
+    assert [circuit.edges for circuit in found] == [found[0].edges] * 3
+    for i, circuit in enumerate(found):
+        written = json.loads((tmp_path / str(i) / "results.json").read_text())
+        assert written.pop("provenance") and written == json.loads(json.dumps(circuit.results))
+        assert np.array_equal(Circuit.load(tmp_path / str(i) / "circuit.json").mask, circuit.mask)
+    assert written["model"] == "run"
+    result = compare(sources[0], sources[2], [task], out=tmp_path / "both", json=tmp_path / "both.json", **quick)
+    assert list(result.circuits[task.name]) == ["dense", "sparse", "control"], "a Run brings its control along"
+    assert {path.name for path in (tmp_path / "both").iterdir()} == {
+        "results.json", *(f"circuit-{task.name}-{role}.json" for role in result.circuits[task.name])
+    }  # fmt: skip
+    assert list(json.loads((tmp_path / "both.json").read_text())) == [task.name]
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        discover(model, task=task, **quick)
 
 
 def test_a_task_without_an_effect_does_not_cost_the_others_their_work(monkeypatch):

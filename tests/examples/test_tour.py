@@ -30,9 +30,9 @@ def test_gates_close_and_the_model_still_adds(toured):
 
 
 def test_the_circuit_is_smaller_than_the_model_and_explains_it(toured):
-    results = toured["circuit"].results
+    results = toured["circuit"].results["readings"]["components"]
     assert 0 < results["edges_at"]["0.9"] < results["n_edges"] == 479
-    assert toured["comparison"]["tasks"]["addition"]["thresholds"]["0.9"]["n_prompts"] == 16
+    assert toured["comparison"]["tasks"]["addition"]["multipliers"]["components"]["dense"]["0.9"]["n_prompts"] == 16
 
 
 def test_the_graph_adds_up(toured):

@@ -7,22 +7,26 @@ import re
 import subprocess
 import sys
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 from report_runs import HOSTILE, LONE, make_run, real_trace, rows_in, write_attention, write_circuits
 
 from sparselens.circuits.circuit import Circuit
+from sparselens.cli import main
 from sparselens.models.component_graph import Components
-from sparselens.reporting import build_page, payload
+from sparselens.reporting import build_page, page, payload
 from sparselens.reporting.packing import OUTSIDE, finite, pack_margins, pack_weights
-from sparselens.reporting.page import SCRIPTS, asset, embed, joined_scripts
+from sparselens.reporting.page import embed, joined_scripts, scripts
 from sparselens.reporting.sections.attention import attention
 from sparselens.reporting.sections.attribution import KINDS, features, one_trace
 from sparselens.reporting.sections.circuits import drawable
 from sparselens.reporting.sections.summary import verdicts
 from sparselens.runs.run import Run, write_json
 from sparselens.serving.serve import make_server, stamp
+
+ASSETS = Path(page.__file__).parent / "assets"
 
 
 @pytest.fixture
@@ -75,7 +79,7 @@ def test_hostile_names_everywhere(tmp_path):
     assert page.count("</script>") == 2, "the rows and the script, nothing that came from a name"
     assert "<img" not in page
     shown = rows_in(page)["runs"][0]
-    assert shown["overview"]["title"] == HOSTILE
+    assert shown["summary"]["title"] == HOSTILE
     assert shown["attention"]["prompts"][0]["tokens"] == [HOSTILE, LONE, "x"]
 
 
@@ -83,8 +87,8 @@ def test_scripts_are_real_modules():
     """Joined, they must not hide each other's names; apart, every import must name something that is exported."""
     defined: dict[str, str] = {}
     exports = {}
-    for name in SCRIPTS:
-        text = asset(name)
+    assert set(scripts()) == {path.name for path in ASSETS.glob("*.js")}, "every script is somebody's"
+    for name, text in scripts().items():
         exports[name] = set(re.findall(r"^export (?:async )?(?:const|let|function|class) (\w+)", text, re.M))
         for found in re.findall(r"^(?:export )?(?:async )?(?:const|let|function|class) (\w+)", text, re.M):
             assert found not in defined, f"{found} is in {name} and {defined[found]}"
@@ -127,51 +131,69 @@ def test_size_of_a_135m_model(tmp_path):
 def test_circuit_numbers_are_the_runs(run):
     results = json.loads((run / "circuits" / "results.json").read_text())
     shown = payload([run])["runs"][0]["circuits"]["tasks"][0]
-    for role, model in results["tasks"]["ioi"]["models"].items():
-        assert shown["models"][role]["curve"] == model["curve"], "to the last digit"
-        assert shown["models"][role]["edges_at"] == model["edges_at"]
-    assert shown["thresholds"] == results["tasks"]["ioi"]["thresholds"]
+    for reading in shown["readings"]:
+        for role, model in results["tasks"]["ioi"]["models"].items():
+            for key in ("curve", "edges_at", "edges_at_interval", "n_edges"):
+                assert reading["models"][role][key] == model["readings"][reading["name"]][key], "to the last digit"
+    assert shown["multipliers"] == results["tasks"]["ioi"]["multipliers"]
+
+
+def test_a_new_reading_needs_no_new_reader(run, capsys):
+    """Curve, multipliers, verdicts and figures of a reading nobody has heard of; only its picture is missing."""
+    results = json.loads((run / "circuits" / "results.json").read_text())
+    row = results["tasks"]["ioi"]
+    row["multipliers"]["removed"] = row["multipliers"]["corrupted"]
+    for model in row["models"].values():
+        kept = dict(model["readings"]["corrupted"])
+        del kept["columns"], kept["tokens"]
+        model["readings"]["removed"] = kept
+    (run / "circuits" / "results.json").write_text(json.dumps(results))
+    shown = payload([run])["runs"][0]
+    reading = shown["circuits"]["tasks"][0]["readings"][-1]
+    assert (reading["name"], reading["picture"]) == ("removed", None) and reading["models"]["sparse"]["curve"]
+    labels = [verdict["label"] for verdict in shown["summary"]["verdicts"]]
+    assert {"Circuit (removed) of ioi", "Circuit (removed) of ioi, against the control"} <= set(labels)
+    main(["figures", str(run), "--format", "svg"])
+    assert "figure2-removed.svg" in capsys.readouterr().out
+
+
+def test_results_of_an_earlier_version_are_refused(run):
+    path = run / "circuits" / "results.json"
+    results = json.loads(path.read_text())
+    (model, *_) = results["tasks"]["ioi"]["models"].values()
+    old = {name: value for name, value in model.items() if name != "readings"} | model["readings"]["components"]
+    for value in (old, {"tasks": {"ioi": {"models": {"dense": old}}}}):
+        path.write_text(json.dumps(value))
+        with pytest.raises(ValueError, match="earlier version"):
+            payload([run])
 
 
 def test_the_mean_multiplier_reaches_the_page(tmp_path):
     folder = make_run(tmp_path / "run", parts=("circuits",))
     results = json.loads((folder / "circuits" / "results.json").read_text())
     row = results["tasks"]["ioi"]
-    row["mean_multiplier"] = {"attention_edges": row["attention_edges"]["0.9"] | {"multiplier": 7.25}}
+    thresholds = row["multipliers"]["corrupted"]["dense"]
+    row["multipliers"]["corrupted"]["dense"] = thresholds | {"mean": thresholds["0.9"] | {"multiplier": 7.25}}
     write_json(folder / "circuits" / "results.json", results)
-    found = payload([folder])["runs"][0]["overview"]["verdicts"]
+    found = payload([folder])["runs"][0]["summary"]["verdicts"]
     assert [v["label"] for v in found if "mean ratio from 50 to 95 %: 7.2" in v["detail"]] == ["Attention edges of ioi"]
 
 
 def test_attention_edges_are_the_runs(run):
     """Curve and multipliers to the last digit; edges in the Run's order, so that a prefix is a measured circuit."""
     row = json.loads((run / "circuits" / "results.json").read_text())["tasks"]["ioi"]
-    shown = payload([run])["runs"][0]["circuits"]["tasks"][0]["attention"]
-    assert shown["thresholds"] == row["attention_edges"]
-    assert shown["thresholds_control"] == row["attention_edges_control"]
+    shown = payload([run])["runs"][0]["circuits"]["tasks"][0]["readings"][1]
+    assert (shown["name"], shown["picture"]) == ("corrupted", "tokens")
     for role, model in row["models"].items():
-        found, kept = shown["models"][role], model["attention_edges"]
+        found, kept = shown["models"][role], model["readings"]["corrupted"]
         assert found["curve"] == kept["curve"] and found["edges_at"] == kept["edges_at"]
         assert found["tokens"] == kept["tokens"] and found["n_layers"] == 3
         columns = [found["edges"][name] for name in kept["columns"]]
         for edge, expected in zip(zip(*columns, strict=True), kept["circuit"], strict=True):
             assert edge[:4] == tuple(expected[:4])
             assert edge[4:] == pytest.approx(expected[4:], rel=1e-3)
-    labels = [verdict["label"] for verdict in payload([run])["runs"][0]["overview"]["verdicts"]]
+    labels = [verdict["label"] for verdict in payload([run])["runs"][0]["summary"]["verdicts"]]
     assert {"Attention edges of ioi", "Attention edges of ioi, against the control"} <= set(labels)
-
-
-def test_attention_edges_of_earlier_runs(run):
-    """Without tokens and weights, positions stand in for tokens."""
-    path = run / "circuits" / "results.json"
-    rows = json.loads(path.read_text())
-    for model in rows["tasks"]["ioi"]["models"].values():
-        kept = model["attention_edges"]
-        del kept["tokens"], kept["columns"][-1]
-        kept["circuit"] = [edge[:5] for edge in kept["circuit"][: kept["edges_at"]["0.9"]]]
-    path.write_text(json.dumps(rows))
-    found = payload([run])["runs"][0]["circuits"]["tasks"][0]["attention"]["models"]["sparse"]
-    assert found["tokens"][:3] == ["0", "1", "2"] and set(found["edges"]["weight"]) == {None}
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -184,7 +206,8 @@ def test_every_measured_circuit_can_be_drawn(tmp_path, whole):
     asked = [20, 40, 80, 160]
     masks = [c.prune(c.mask(order[:n])) for n in asked]
     circuit.mask = masks[-1]
-    results = {"n_layers": 3, "n_heads": 4, "circuit": circuit.edges, "curve": {"edges": [int(m.sum()) for m in masks]}}
+    found = {"circuit": circuit.edges, "curve": {"edges": [int(m.sum()) for m in masks]}}
+    results = {"n_layers": 3, "n_heads": 4, "readings": {"components": found}}
     edges, prefixes = drawable(results, circuit if whole else None)
     names = [
         f"{edges['nodes'][a]}->{edges['nodes'][b]}" + ("" if letter == "-" else f"<{letter}>")
@@ -201,7 +224,7 @@ def test_big_circuits_are_cut_and_say_so():
     rng = np.random.default_rng(0)
     c = Components(4, 4)
     circuit = Circuit(c, np.where(c.possible, rng.standard_normal(c.possible.shape), 0.0), c.possible)
-    results = {"n_layers": 4, "n_heads": 4, "curve": {"edges": [50, c.n_edges]}}
+    results = {"n_layers": 4, "n_heads": 4, "readings": {"components": {"curve": {"edges": [50, c.n_edges]}}}}
     edges, prefixes = drawable(results, circuit, most=100)
     assert 50 < len(edges["from"]) <= 100 and prefixes[-1] is None
 
@@ -249,10 +272,12 @@ def test_verdicts_are_rules():
     assert verdict_of("Layers stuck open", layers=[0.7, 0.01]) == "care" and verdict_of("No layer stuck open") == "met"
     for low, high, state in ((1.2, 3.0, "met"), (0.8, 3.0, "care"), (0.2, 0.9, "missed")):
         row = {"dense_edges": 60, "sparse_edges": 30, "multiplier": 2.0, "low": low, "high": high, "n_prompts": 8}
-        circuits = {"tasks": [{"name": "ioi", "thresholds": {"0.9": row}}], "problems": []}
+        thresholds = {"0.9": row}
+        task = {"name": "ioi", "multipliers": {"components": {"dense": thresholds}}}
+        circuits = {"tasks": [task], "problems": []}
         assert verdict_of("Circuit of ioi", circuits=circuits) == state
         assert "mean" not in verdict_of("Circuit of ioi", "detail", circuits=circuits)
-        circuits["tasks"][0]["mean_multiplier"] = {"thresholds": row | {"multiplier": 1.44}}
+        thresholds["mean"] = row | {"multiplier": 1.44}
         assert verdict_of("Circuit of ioi", "detail", circuits=circuits).endswith("mean ratio from 50 to 95 %: 1.4")
 
 
@@ -264,10 +289,15 @@ def test_empty_and_unfinished_runs(tmp_path):
     (tmp_path / "run").mkdir()
     write_json(tmp_path / "run" / "run.json", {"kind": "sparsify", "config": {"model": "gpt2"}, "provenance": {}})
     rows = payload([tmp_path / "run"])["runs"][0]
-    assert rows["training"] is None and rows["attention"] is None and rows["circuits"] is None and rows["traces"] == []
-    assert rows["overview"]["verdicts"][0]["state"] == "open"
+    assert (
+        rows["training"] is None
+        and rows["attention"] is None
+        and rows["circuits"] is None
+        and rows["attribution"] == []
+    )
+    assert rows["summary"]["verdicts"][0]["state"] == "open"
     assert "sparselens compare gpt2" in rows["commands"]["circuits"]
-    assert rows["commands"]["overview"] == f"sparselens sparsify gpt2 --data TEXT --out {tmp_path / 'run'} --resume"
+    assert rows["commands"]["summary"] == f"sparselens sparsify gpt2 --data TEXT --out {tmp_path / 'run'} --resume"
     record = {
         "kind": "sparsify",
         "config": {"model": "gpt2"},
@@ -289,8 +319,8 @@ def test_transcoder_runs(tmp_path):
     results = line | {"loss_recovered": 0.7, "replacement_loss": 3.3, "model_loss": 3.0, "zero_loss": 4.0}
     write_json(tmp_path / "run" / "results.json", results)
     rows = payload([tmp_path / "run"])["runs"][0]
-    assert rows["overview"]["sentence"].startswith("9.0 active features per layer explain 70")
-    assert [verdict["state"] for verdict in rows["overview"]["verdicts"]] == ["care", "met"]
+    assert rows["summary"]["sentence"].startswith("9.0 active features per layer explain 70")
+    assert [verdict["state"] for verdict in rows["summary"]["verdicts"]] == ["care", "met"]
     assert [chart["title"] for chart in rows["training"]["charts"]] == ["FVU", "L0", "Dead features", "Speed"]
     assert rows["training"]["per_layer"]["values"] == [[0.2, 0.2], [0.4, 0.4]]
 

@@ -179,13 +179,13 @@ def test_slider_numbers_equal_the_runs_json(open_page, page_file, run):
     page = open_page(page_file).page
     models = json.loads((run / "circuits" / "results.json").read_text())["tasks"]["ioi"]["models"]
     page.locator("[data-toggle=control]").click()
-    stops = sorted({n for model in models.values() for n in model["curve"]["edges"] if n > 0})
+    stops = sorted({n for model in models.values() for n in model["readings"]["components"]["curve"]["edges"] if n > 0})
     slider = page.locator("[data-slider=graph]")
     assert int(slider.get_attribute("max")) == len(stops) - 1
     for i, stop in enumerate(stops):
         slider.fill(str(i))
         for role, model in models.items():
-            curve = model["curve"]
+            curve = model["readings"]["components"]["curve"]
             at = max((j for j, n in enumerate(curve["edges"]) if 0 < n <= stop), default=None)
             shown = page.locator(f"[data-graph={role}] .graph-numbers b")
             edges, effect = shown.nth(0).get_attribute("data-edges"), shown.nth(1).get_attribute("data-effect")
@@ -200,7 +200,7 @@ def test_threshold_shows_what_each_model_needs(open_page, page_file, run):
         page.locator("#circuits .segments label", has_text=label).locator("input").check(force=True)
         for role in ("dense", "sparse"):
             shown = page.locator(f"[data-graph={role}] .graph-numbers b").first.get_attribute("data-edges")
-            assert int(shown) == models[role]["edges_at"][threshold]
+            assert int(shown) == models[role]["readings"]["components"]["edges_at"][threshold]
 
 
 def test_downloads_hold_the_circuit_shown(open_page, page_file, run):
@@ -227,7 +227,7 @@ def test_attention_edges_by_token(open_page, page_file, run):
     """The slider draws the best so many edges; counts, effects, scores and weights are the Run's."""
     page = open_page(page_file).page
     models = json.loads((run / "circuits" / "results.json").read_text())["tasks"]["ioi"]["models"]
-    found = {role: model["attention_edges"] for role, model in models.items()}
+    found = {role: model["readings"]["corrupted"] for role, model in models.items()}
     page.locator("[data-toggle=control]").click()
     slider = page.locator("[data-slider=tokens]")
     stops = sorted({n for row in found.values() for n in row["curve"]["edges"]})

@@ -123,11 +123,15 @@ def same_circuit(folder: Path) -> None:
     scores = torch.tensor(ours["scores"], dtype=torch.float64)
     torch.testing.assert_close(torch.tensor(theirs["scores"], dtype=torch.float64), scores, atol=1e-6, rtol=1e-4)
     assert ours.keys() == theirs.keys() and scores.abs().max() > 0.01
-    for key in ("edges_at", "heads_at", "heads", "n_prompts", "m_model"):
+    assert (theirs["heads_at"], theirs["heads"]) == (ours["heads_at"], ours["heads"])
+    assert theirs["heads_curve"]["effect"] == pytest.approx(ours["heads_curve"]["effect"], abs=1e-4)
+    both = [(found["readings"]["components"], found["readings"]["corrupted"]) for found in (ours, theirs)]
+    (ours, by_token), (theirs, also_by_token) = both
+    for key in ("edges_at", "n_prompts", "m_model"):
         assert theirs[key] == pytest.approx(ours[key]), key
-    for key in ("curve", "random", "heads_curve"):
+    for key in ("curve", "random"):
         assert theirs[key]["effect"] == pytest.approx(ours[key]["effect"], abs=1e-4), key
-    assert theirs["attention_edges"]["edges_at"] == ours["attention_edges"]["edges_at"]
+    assert also_by_token["edges_at"] == by_token["edges_at"]
 
 
 def resumes_on_one(folder: Path, files: set[str]) -> None:

@@ -9,6 +9,8 @@ import numpy as np
 
 from ..models.component_graph import Components
 from ..runs.run import read_json, reading, write_bytes
+from .faithfulness import Curve
+from .rows import Overlap, Results
 
 
 @dataclass
@@ -19,10 +21,8 @@ class Circuit:
     scores: np.ndarray  # [readers, writers] fp64; positive: the edge raises the metric; 0 where there is no edge
     mask: np.ndarray  # [readers, writers] bool: the edges in the circuit, dead ends removed
     d_model: int | None = None
-    results: dict[str, Any] = field(default_factory=dict)  # what `discover --json` writes
-    curve: Any = None  # curve.Curve, where one was measured
-    token_curve: Any = None  # the same over single attention edges (head, query, key)
-    heads: dict[str, Any] = field(default_factory=dict)  # the ranking of heads and its curve
+    results: Results = field(default_factory=dict)  # type: ignore[assignment]  # what `discover` measured
+    curves: dict[str, Curve] = field(default_factory=dict)  # by reading, where they were measured
 
     @property
     def n_edges(self) -> int:
@@ -58,7 +58,8 @@ class Circuit:
         """Flat indices of all edges in the order in which `selection` takes them."""
         if selection not in ("top", "greedy", "heads"):
             raise ValueError(f"selection={selection!r}: expected 'top', 'greedy' or 'heads'")
-        return getattr(self.components, selection)(self.scores, absolute)
+        order: np.ndarray = getattr(self.components, selection)(self.scores, absolute)
+        return order
 
     def to_mib(self) -> dict[str, Any]:
         """MIB's (and EAP-IG's) graph JSON."""
@@ -104,8 +105,8 @@ class Circuit:
             return cls.from_mib(read_json(Path(path)))
 
 
-def overlap(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
-    """Shared edges of two circuits of the same graph: their number, over the union, over the smaller one."""
+def overlap(a: np.ndarray, b: np.ndarray) -> Overlap:
+    """Shared edges of two circuits of the same graph, given as masks."""
     shared = int((a & b).sum())
     return {
         "shared": shared,

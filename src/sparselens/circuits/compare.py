@@ -8,29 +8,24 @@ from torch import nn
 
 from .. import tasks as registry
 from ..config import Search
-from ..models.loading import load
-from ..runs import distributed
+from ..models.loading import resolve
+from ..runs.run import Run, check_folder, check_writable, provenance, write_json
 from .circuit import Circuit, overlap
 from .discover import discover_on, prepare, split
-from .faithfulness import THRESHOLDS, NoEffect, mean_multiplier, multiplier
+from .faithfulness import NoEffect, multipliers
+from .rows import MEAN, Multipliers, TaskRow, wording
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    Source = str | Path | nn.Module | tuple[nn.Module, PreTrainedTokenizerBase]
+    from ..models.loading import Source
+
+# The control shows what sparsity alone buys: against a dense model that has had the same training.
+BASELINES = {"dense": "", "control": " (ctrl)"}  # what the sparse model is set against; how a table says so
 
 
-# What is set against the sparse model: the other model, the curve, and how a row of the table says so.
-PAIRS = {
-    "thresholds": ("dense", "curve", ""),
-    "thresholds_control": ("control", "curve", " (ctrl)"),
-    "attention_edges": ("dense", "token_curve", " by token"),
-    "attention_edges_control": ("control", "token_curve", " by token (ctrl)"),
-}
-
-
-class Comparison(dict):
-    """Per task: multipliers at the thresholds, curves, overlap. The circuits are in `.circuits[task][model]`."""
+class Comparison(dict[str, Any]):
+    """rows.ComparisonRows: per task multipliers, curves, overlap. The circuits are in `.circuits[task][model]`."""
 
     circuits: dict[str, dict[str, Circuit]]
 
@@ -38,33 +33,33 @@ class Comparison(dict):
 def compare(
     dense: "Source",
     sparse: "Source",
-    tasks: "list[str] | tuple[str, ...] | str" = ("ioi",),
+    tasks: "list[str | registry.Task] | tuple[str | registry.Task, ...] | str" = ("ioi",),
     *,
     control: "Source | None" = None,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     settings: Search | None = None,
     names: tuple[str, str] = ("dense", "sparse"),
+    out: str | Path | None = None,
+    json: str | Path | None = None,
     show_progress: bool = False,
     say: Callable[[str], None] = print,
 ) -> Comparison:
     """Paired curves of explained effect and, per threshold, how many times fewer edges the sparse model needs.
 
-    Models are names, folders, Runs or loaded models (then with `tokenizer`, or as (model, tokenizer)). All run on the
-    same prompts, those that every one of them gets right. A Run with a control brings it along.
+    Models are names, paths, Runs or loaded models (then with `tokenizer`, or as (model, tokenizer)). All run on the
+    same prompts, those that every one of them gets right. A Run with a control brings it along. out: a folder for the
+    circuits and results.json; json: a file for the multipliers alone.
     """
     settings = settings or Search()
-    wanted = [tasks] if isinstance(tasks, str) else list(tasks)
-    if not wanted:
-        raise ValueError("no task to compare; name at least one with --tasks")
-    found = [registry.find(task) for task in wanted]  # unknown names before any model is loaded
-    if len({task.name for task in found}) < len(found):
-        raise ValueError("two tasks of the same name: " + ", ".join(task.name for task in found) + "; rename a file")
-    if control is None and isinstance(sparse, str | Path) and (Path(sparse) / "control" / "model").is_dir():
-        control = Path(sparse) / "control" / "model"
+    folder, file = (Path(path) if path is not None else None for path in (out, json))
+    check_folder(folder)  # what can be refused is refused before a model is loaded
+    check_writable(file)
+    found = _found(tasks)
+    sources = {"dense": dense, "sparse": sparse, "control": _control(sparse) if control is None else control}
     models: dict[str, nn.Module] = {}
-    for role, source in (("dense", dense), ("sparse", sparse), ("control", control)):
+    for role, source in sources.items():
         if source is not None:
-            models[role], own = _open(source)
+            models[role], own = resolve(source, tokenizer)
             tokenizer = tokenizer or own
     if tokenizer is None:
         raise ValueError("compare needs a tokenizer beside loaded models: compare(dense, sparse, tokenizer=tokenizer)")
@@ -91,43 +86,64 @@ def compare(
         result.circuits[name] = circuits
     if not result["tasks"]:
         raise NoEffect("no task is left: " + "; ".join(result["left_out"].values()))
+    _write(result, folder, file)
     return result
 
 
-def _open(source: "Source") -> "tuple[nn.Module, PreTrainedTokenizerBase | None]":
-    if isinstance(source, str | Path):
-        return load(source, device=distributed.device())
-    return source if isinstance(source, tuple) else (source, None)
+def _found(tasks: "list[str | registry.Task] | tuple[str | registry.Task, ...] | str") -> list[registry.Task]:
+    wanted = [tasks] if isinstance(tasks, str) else list(tasks)
+    if not wanted:
+        raise ValueError("no task to compare; name at least one with --tasks")
+    found = [registry.find(task) for task in wanted]
+    if len({task.name for task in found}) < len(found):
+        raise ValueError("two tasks of the same name: " + ", ".join(task.name for task in found) + "; rename a file")
+    return found
 
 
-def _row(circuits: dict[str, Circuit], seed: int) -> dict[str, Any]:
+def _control(sparse: "Source") -> Path | None:
+    """The matched control of a sparse Run."""
+    folder = sparse.path if isinstance(sparse, Run) else sparse
+    control = Path(folder) / "control" / "model" if isinstance(folder, str | Path) else None
+    return control if control is not None and control.is_dir() else None
+
+
+def _write(result: Comparison, folder: Path | None, file: Path | None) -> None:
+    if file is not None:
+        write_json(file, {task: row["multipliers"] for task, row in result["tasks"].items()})
+    if folder is not None:
+        write_json(folder / "results.json", result | {"provenance": provenance()})
+        for task, circuits in result.circuits.items():
+            for role, circuit in circuits.items():
+                circuit.save(folder / f"circuit-{task}-{role}.json")
+
+
+def _row(circuits: dict[str, Circuit], seed: int) -> TaskRow:
     dense, sparse = circuits["dense"], circuits["sparse"]
-    row: dict[str, Any] = {
+    found: Multipliers = {}
+    for reading, ours in sparse.curves.items():
+        for baseline in BASELINES:
+            theirs = circuits[baseline].curves.get(reading) if baseline in circuits else None
+            if theirs is not None:
+                found.setdefault(reading, {})[baseline] = multipliers(theirs, ours, seed)
+    return {
         "overlap": overlap(dense.mask, sparse.mask) if dense.mask.shape == sparse.mask.shape else None,
         "models": {role: circuit.results for role, circuit in circuits.items()},
-        "mean_multiplier": {},
+        "multipliers": found,
     }
-    # The control shows what sparsity alone buys: against a dense model that has had the same training.
-    for name, (other, kind, _) in PAIRS.items():
-        theirs, ours = getattr(circuits.get(other), kind, None), getattr(sparse, kind)
-        if theirs is not None and ours is not None:
-            row[name] = {str(t): multiplier(theirs, ours, t, seed) for t in THRESHOLDS}
-            row["mean_multiplier"][name] = mean_multiplier(theirs, ours, seed)
-    return row
 
 
 def table(result: Comparison) -> str:
     """The multipliers as text."""
     lines = [f"{'task':24}{'effect':>8}{'dense':>9}{'sparse':>8}{'multiplier':>12}   95 % interval"]
     for task, row in result["tasks"].items():
-        for name, (*_, label) in PAIRS.items():
-            found = {f"{float(t):.0%}": m for t, m in row.get(name, {}).items()}
-            if name in row["mean_multiplier"]:
-                found["50-95%"] = row["mean_multiplier"][name]
-            for effect, m in found.items():
-                lines.append(
-                    f"{task + label:24}{effect:>8}{m['dense_edges']:9,.0f}{m['sparse_edges']:8,.0f}"
-                    f"{m['multiplier']:11.1f}x   {m['low']:.1f} to {m['high']:.1f}, n = {m['n_prompts']} prompts"
-                )
+        for reading, baselines in row["multipliers"].items():
+            for baseline, thresholds in baselines.items():
+                name = f"{task} {wording(reading).short}".rstrip() + BASELINES[baseline]
+                for threshold, m in thresholds.items():
+                    effect = "50-95%" if threshold == MEAN else f"{float(threshold):.0%}"
+                    lines.append(
+                        f"{name:24}{effect:>8}{m['dense_edges']:9,.0f}{m['sparse_edges']:8,.0f}"
+                        f"{m['multiplier']:11.1f}x   {m['low']:.1f} to {m['high']:.1f}, n = {m['n_prompts']} prompts"
+                    )
     lines.append("50-95%: geometric mean over ten effects; steadier than the multiplier at one of them")
     return "\n".join(lines)

@@ -11,7 +11,8 @@
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -22,8 +23,9 @@ from .. import tasks
 from ..config import Search
 from ..models.architectures import base_model, dimensions, mlp_width
 from ..models.decoder import Decoder
-from ..models.loading import is_gated
+from ..models.loading import is_gated, name_of, resolve
 from ..runs import distributed
+from ..runs.run import check_folder, check_writable, provenance, write_json
 from ..tasks.prompts import Prompts, build
 from .attention_edges import attention_curve
 from .circuit import Circuit
@@ -40,41 +42,82 @@ from .faithfulness import (
     refined_curve,
 )
 from .heads import HeadPatcher, open_edges
+from .rows import CurveRow, OpenEdges, Reading, Results
 from .run import Patcher
 from .scores import MOST_EXACT, eap, estimate_memory, exact
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from ..models.loading import Source
+
 FEWEST = 4  # prompts the model must get right
+MOST_LISTED = 5000  # edges of a circuit in its row; circuit.json has all of them
 
 
 def discover(
-    model: nn.Module,
-    tokenizer: "PreTrainedTokenizerBase",
-    task: "str | tasks.Task" = "ioi",
+    source: "Source",
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    task: "str | Path | tasks.Task" = "ioi",
     method: str | None = None,
     *,
     settings: Search | None = None,
+    out: str | Path | None = None,
+    json: str | Path | None = None,
     show_progress: bool = False,
     say: Callable[[str], None] = print,
     **changes: Any,
 ) -> Circuit:
     """The circuit with which a model does a task, with everything measured about it in `.results`.
 
-    task: a registered name, a Task, or the path of a .jsonl file. Settings are those of config.Search; single ones may
-    be given by name: discover(model, tokenizer, "ioi", prompts=32). The circuit returned is the smallest one that
-    explains 90 % of the effect and stays above. Several processes, each with the whole model, share the work.
+    source: a name, a path, a Run, a model (then with its tokenizer) or (model, tokenizer). task: a registered name, a
+    Task, or the path of a .jsonl file. Settings are those of config.Search; single ones may be given by name:
+    discover("gpt2", task="ioi", prompts=32). The circuit returned is the smallest one that explains 90 % of the effect
+    and stays above. out: a folder for circuit.json and results.json; json: a file for the results alone. Several
+    processes, each with the whole model, share the work.
     """
-    settings = settings or Search()
-    if method is not None:
-        changes["method"] = method
-    settings = dataclasses.replace(settings, **changes)
-    found = tasks.find(task)
+    settings = dataclasses.replace(settings or Search(), **changes | ({} if method is None else {"method": method}))
+    folder, file = (Path(path) if path is not None else None for path in (out, json))
+    found = tasks.find(task)  # what can be refused is refused before a model is loaded
+    check_folder(folder)
+    check_writable(file)
     distributed.start()
     say, show_progress = distributed.quiet(say), show_progress and distributed.is_main()
+    model, tokenizer = resolve(source, tokenizer)
+    if tokenizer is None:
+        raise ValueError("discover needs a tokenizer beside a loaded model: discover(model, tokenizer)")
     prompts = prepare([model], tokenizer, found, settings, say)
-    return discover_on(model, found.name, *split(prompts), settings, show_progress=show_progress, say=say)
+    circuit = discover_on(model, found.name, *split(prompts), settings, show_progress=show_progress, say=say)
+    circuit.results["model"] = name_of(source)
+    if distributed.is_main():
+        rows = circuit.results | {"provenance": provenance()}
+        if file is not None:
+            write_json(file, rows)
+        if folder is not None:
+            write_json(folder / "results.json", rows)
+            circuit.save(folder / "circuit.json")
+    return circuit
+
+
+def table(results: Results) -> str:
+    """What `discover` found, in a few lines."""
+    found = results["readings"]["components"]
+    lines = [
+        f"metric: {found['m_model']:.3f} on the prompts, {found['m_nothing']:.3f} on the corrupted ones "
+        f"(n = {found['n_prompts']} held-out prompts)"
+    ]
+    for threshold, edges in found["edges_at"].items():
+        low, high = found["edges_at_interval"][threshold]
+        heads = f", {results['heads_at'][threshold]} heads" if "heads_at" in results else ""
+        count = f"{edges:,} of {found['n_edges']:,} edges ({low:,.0f} to {high:,.0f})"
+        lines.append(f"{float(threshold):.0%} of the effect: {count}{heads}")
+    if "open_edges" in results:
+        gates = results["open_edges"]
+        lines.append(
+            f"gates open {gates['n_open']:,} of {gates['n_possible']:,} (head, query, key) edges on "
+            f"{gates['n_prompts']} prompts of {gates['length']} tokens; {gates['n_proven_absent']:,} are proven absent"
+        )
+    return "\n".join(lines)
 
 
 def prepare(
@@ -166,7 +209,7 @@ def _discover(
     heldout: Prompts,
     settings: Search,
     show_progress: bool,
-    say: Callable,
+    say: Callable[[str], None],
 ) -> Circuit:
     began = time.perf_counter()
     decoder = Decoder(model)
@@ -179,40 +222,23 @@ def _discover(
     circuit = Circuit(c, scores, c.possible, decoder.dims.d_model)
     order = circuit.order(settings.selection, not settings.signed)
     curve, areas, asked = _curve(patcher, order, settings, show_progress)
-    circuit.curve, circuit.mask = curve, c.prune(c.mask(order[: asked[curve.edges_at(0.9)]]))
+    circuit.curves["components"], circuit.mask = curve, c.prune(c.mask(order[: asked[curve.edges_at(0.9)]]))
     drawn = time.perf_counter()
 
-    m_model, m_nothing = patcher.m_model.numpy(), patcher.m_nothing.numpy()
-    circuit.results = {
-        "task": name,
-        "metric": heldout.metric,
-        "model": str(base_model(model).config._name_or_path or base_model(model).config.model_type),
-        "sparse": is_gated(base_model(model)),
-        "settings": dataclasses.asdict(settings),
-        "n_prompts_scoring": len(scoring),
-        "n_prompts": len(heldout),
-        "n_layers": c.n_layers,
-        "n_heads": c.n_heads,
-        "n_edges": c.n_edges,
-        "n_edges_scored": int(np.isfinite(scores[c.possible]).sum()),
-        "n_edges_zero": int((scores[c.possible] == 0).sum()),
-        "m_model": float(m_model.mean()),
-        "m_nothing": float(m_nothing.mean()),
-        "checks": patcher.checks,
-        "curve": curve.row(settings.seed),
-        "edges_at": {str(t): curve.edges_at(t) for t in THRESHOLDS},
-        "edges_at_interval": {str(t): list(curve.edges_interval(t, settings.seed)) for t in THRESHOLDS},
-        "area_log": curve.area_log(),
-        **areas,
-    }
-    if settings.random_control:
-        circuit.results["random"] = _random(patcher, curve, settings, show_progress)
+    config = base_model(model).config
+    readings = {"components": _components(patcher, circuit, areas, settings, show_progress)}
+    found: Results = {
+        "task": name, "metric": heldout.metric, "model": str(config._name_or_path or config.model_type),
+        "sparse": is_gated(base_model(model)), "settings": dataclasses.asdict(settings),
+        "n_prompts_scoring": len(scoring), "n_layers": c.n_layers, "n_heads": c.n_heads, "readings": readings,
+        "seconds": {},
+    }  # fmt: skip
     if settings.heads:
         try:
-            circuit.heads = heads = _heads(model, decoder, circuit, heldout, settings, show_progress)
-            circuit.results["heads_at"] = {str(t): heads["curve"].edges_at(t) for t in THRESHOLDS}
-            circuit.results["heads"] = heads["names"][: heads["curve"].edges_at(0.9)]
-            circuit.results["heads_curve"] = heads["curve"].row(settings.seed)
+            ranking, heads = _heads(model, circuit, heldout, settings, show_progress)
+            found["heads_at"] = {str(t): heads.edges_at(t) for t in THRESHOLDS}
+            found["heads"] = ranking[: heads.edges_at(0.9)]
+            found["heads_curve"] = heads.row(settings.seed)
         except NoEffect as error:
             say(f"{name}: no heads: {error}")
     if settings.tokens:
@@ -221,20 +247,48 @@ def _discover(
             try:
                 by_token, row = attention_curve(decoder, scoring, heldout, *sizes, bar.update)
                 check_spread(by_token.m_model, by_token.m_nothing, "by token")
-                circuit.token_curve, circuit.results["attention_edges"] = by_token, row
+                circuit.curves["corrupted"], readings["corrupted"] = by_token, cast(Reading, row)
             except NoEffect as error:
                 say(f"{name}: no circuit by token: {error}")
-    if is_gated(base_model(model)):
-        circuit.results["token_edges"] = open_edges(model, heldout)
-    circuit.results["circuit"] = [[edge, score] for edge, score in circuit.edges[:5000]]
-    circuit.results["seconds"] = {
+    if found["sparse"]:
+        found["open_edges"] = cast(OpenEdges, open_edges(model, heldout))
+    found["seconds"] = {
         "scoring": round(scored - began, 1), "curve": round(drawn - scored, 1),
         "rest": round(time.perf_counter() - drawn, 1),
     }  # fmt: skip
+    circuit.results = found
     return circuit
 
 
-def _scores(decoder: Decoder, prompts: Prompts, settings: Search, show_progress: bool, say: Callable) -> np.ndarray:
+def _components(
+    patcher: Patcher, circuit: Circuit, areas: dict[str, float], settings: Search, show_progress: bool
+) -> Reading:
+    """The row of the component graph."""
+    c, curve = circuit.components, circuit.curves["components"]
+    scores = circuit.scores[c.possible]
+    row: dict[str, Any] = {
+        "n_prompts": len(patcher.m_model),
+        "n_edges": c.n_edges,
+        "n_edges_scored": int(np.isfinite(scores).sum()),
+        "n_edges_zero": int((scores == 0).sum()),
+        "m_model": float(patcher.m_model.numpy().mean()),
+        "m_nothing": float(patcher.m_nothing.numpy().mean()),
+        "checks": patcher.checks,
+        "curve": curve.row(settings.seed),
+        "edges_at": {str(t): curve.edges_at(t) for t in THRESHOLDS},
+        "edges_at_interval": {str(t): list(curve.edges_interval(t, settings.seed)) for t in THRESHOLDS},
+        "area_log": curve.area_log(),
+        **areas,
+        "circuit": [[edge, score] for edge, score in circuit.edges[:MOST_LISTED]],
+    }
+    if settings.random_control:
+        row["random"] = _random(patcher, curve, settings, show_progress)
+    return cast(Reading, row)
+
+
+def _scores(
+    decoder: Decoder, prompts: Prompts, settings: Search, show_progress: bool, say: Callable[[str], None]
+) -> np.ndarray:
     if settings.method == "exact":
         patcher = Patcher(decoder, prompts, settings.ablation, settings.memory_mb)
         with tqdm(total=decoder.components.n_edges, desc="patching", unit="edge", disable=not show_progress) as bar:
@@ -252,7 +306,7 @@ def _scores(decoder: Decoder, prompts: Prompts, settings: Search, show_progress:
 
 def _curve(
     patcher: Patcher, order: np.ndarray, settings: Search, show_progress: bool
-) -> tuple[Curve, dict, dict[int, int]]:
+) -> tuple[Curve, dict[str, float], dict[int, int]]:
     """(curve, MIB's areas, edges really in -> edges asked for)."""
     c = patcher.decoder.components
     n_edges = len(order)
@@ -266,7 +320,7 @@ def _curve(
     measured: dict[int, np.ndarray] = {n_edges: patcher.m_model.numpy()}
     sizes: dict[int, int] = {n_edges: n_edges}
 
-    def measure(wanted: list[int], bar) -> None:
+    def measure(wanted: list[int], bar: "tqdm[Any]") -> None:
         new = [n for n in dict.fromkeys(wanted) if n not in measured]
         masks = [c.prune(c.mask(order[:n])) for n in new]
         if new:
@@ -294,7 +348,7 @@ def _curve(
     return curve(), mib_areas(effects), back
 
 
-def _random(patcher: Patcher, curve: Curve, settings: Search, show_progress: bool) -> dict[str, list[float]]:
+def _random(patcher: Patcher, curve: Curve, settings: Search, show_progress: bool) -> CurveRow:
     """Random circuits (made of whole paths) at up to six sizes of the curve: slow, as they reach every part."""
     c, rng = patcher.decoder.components, np.random.default_rng(settings.seed)
     sizes = curve.edges[curve.edges > 0][:-1]
@@ -308,20 +362,18 @@ def _random(patcher: Patcher, curve: Curve, settings: Search, show_progress: boo
 
 
 def _heads(
-    model: nn.Module, decoder: Decoder, circuit: Circuit, heldout: Prompts, settings: Search, show_progress: bool
-) -> dict[str, Any]:
-    """The ranking of heads and the explained effect of keeping the best n of them."""
+    model: nn.Module, circuit: Circuit, heldout: Prompts, settings: Search, show_progress: bool
+) -> tuple[list[str], Curve]:
+    """(heads, best first; the explained effect of keeping the best n of them)."""
     ranking = circuit.components.rank_heads(circuit.scores)
     patcher = HeadPatcher(model, heldout)
     m_model, m_nothing = patcher.run([ranking, []]).numpy()
     check_spread(m_model, m_nothing, "heads")
     sizes = log_sizes(len(ranking), min(settings.points, 10)).tolist()
     with tqdm(desc="heads", unit="set", disable=not show_progress) as bar:
-        curve = refined_curve(
-            sizes,
-            lambda new: patcher.run([ranking[:n] for n in new], bar.update).numpy(),
-            m_model,
-            m_nothing,
-            len(ranking),
-        )
-    return {"names": [f"a{layer}.h{head}" for layer, head in ranking], "curve": curve}
+
+        def run(new: list[int]) -> np.ndarray:
+            return patcher.run([ranking[:n] for n in new], bar.update).numpy()
+
+        curve = refined_curve(sizes, run, m_model, m_nothing, len(ranking))
+    return [f"a{layer}.h{head}" for layer, head in ranking], curve

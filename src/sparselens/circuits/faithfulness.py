@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from .rows import MEAN, CurveRow, MultiplierRow
+
 THRESHOLDS = (0.8, 0.9, 0.95)
 LEVELS = tuple(level / 100 for level in range(50, 100, 5))  # 0.5 to 0.95, for the mean multiplier
 MIB_FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -40,12 +42,12 @@ class Curve:
         """Explained effect per circuit, [circuits]; with prompt indices [draws, prompts]: [draws, circuits]."""
         if draw is None:
             draw = np.arange(len(self.m_model))[None]
-            return self.effects(draw)[0]
+            return np.asarray(self.effects(draw)[0])
         nothing = self.m_nothing[draw].mean(1)[:, None]
         whole = self.m_model[draw].mean(1)[:, None] - nothing
         # A draw in which model and nothing coincide says nothing about circuits.
         whole = np.where(np.abs(whole) < 1e-12, np.nan, whole)
-        return (self.metrics.T[draw].mean(1) - nothing) / whole
+        return np.asarray((self.metrics.T[draw].mean(1) - nothing) / whole)
 
     def draws(self, seed: int = 0) -> np.ndarray:
         n = len(self.m_model)
@@ -64,12 +66,12 @@ class Curve:
     def mean_log_edges(self, draw: np.ndarray | None = None) -> np.ndarray:
         """The logarithm of edges_at, averaged over LEVELS: [1], or [draws]."""
         effects = np.atleast_2d(self.effects(draw))
-        return np.mean([np.log(np.maximum(self._sizes_at(effects, level), 1)) for level in LEVELS], axis=0)
+        return np.asarray(np.mean([np.log(np.maximum(self._sizes_at(effects, level), 1)) for level in LEVELS], axis=0))
 
     def _sizes_at(self, effects: np.ndarray, threshold: float) -> np.ndarray:
         stays = np.logical_and.accumulate((effects >= threshold - 1e-9)[:, ::-1], axis=1)[:, ::-1]
         stays[:, -1] = True  # the whole model
-        return self.edges[stays.argmax(1)]
+        return np.asarray(self.edges[stays.argmax(1)])
 
     def edges_interval(self, threshold: float, seed: int = 0) -> tuple[float, float]:
         low, high = np.percentile(self.edges_at(threshold, self.draws(seed)), [2.5, 97.5])
@@ -82,7 +84,7 @@ class Curve:
             x, f = np.insert(x, 0, 0.0), np.insert(f, 0, 0.0)
         return float(np.trapezoid(f, x) / x[-1]) if x[-1] > 0 else float(f[-1])
 
-    def row(self, seed: int = 0) -> dict[str, list[float]]:
+    def row(self, seed: int = 0) -> CurveRow:
         low, high = self.band(seed)
         return {
             "edges": self.edges.tolist(),
@@ -111,7 +113,13 @@ def refined_curve(
     return curve
 
 
-def multiplier(dense: Curve, sparse: Curve, threshold: float, seed: int = 0) -> dict[str, float]:
+def multipliers(dense: Curve, sparse: Curve, seed: int = 0) -> dict[str, MultiplierRow]:
+    """The multiplier at every threshold, and their mean."""
+    rows = {str(threshold): multiplier(dense, sparse, threshold, seed) for threshold in THRESHOLDS}
+    return rows | {MEAN: mean_multiplier(dense, sparse, seed)}
+
+
+def multiplier(dense: Curve, sparse: Curve, threshold: float, seed: int = 0) -> MultiplierRow:
     """Edges the dense model needs over edges the sparse one needs, with an interval from the same draws of prompts."""
     _same_prompts(dense, sparse)
     draw = dense.draws(seed)
@@ -124,7 +132,7 @@ def multiplier(dense: Curve, sparse: Curve, threshold: float, seed: int = 0) -> 
     }  # fmt: skip
 
 
-def mean_multiplier(dense: Curve, sparse: Curve, seed: int = 0) -> dict[str, float]:
+def mean_multiplier(dense: Curve, sparse: Curve, seed: int = 0) -> MultiplierRow:
     """The multiplier's geometric mean over LEVELS: how far apart the curves are, not where one crosses a threshold."""
     _same_prompts(dense, sparse)
     draw = dense.draws(seed)

@@ -59,6 +59,12 @@ FEATURES = Transcode(
     evaluate_every=500, evaluate_sequences=500, checkpoint_every=500,
 )  # fmt: skip
 
+# What the report says of this Run, asks of it and shows.
+ABOUT = {
+    "name": "The addition model", "task": "addition", "exact": True, "filled": ANSWER,
+    "prompts": [f"{a:02}+{b:02}=" + "?" * ANSWER for a, b in (EXAMPLE, (7, 95), (50, 50), (86, 19))],
+}  # fmt: skip
+
 
 def demo(
     out: str | Path = "runs/demo", seed: int = 0, show_progress: bool = True, say: Callable[[str], None] = print
@@ -81,6 +87,7 @@ def demo(
     asked |= dataclasses.asdict(sparse_settings)
     resume = (out / "run.json").is_file()
     run = Run.create(out, "demo", asked, resume)
+    run.write("about.json", ABOUT)
     try:
         batches = AdditionBatches(seed)
         base, tokenizer = _dense(run, batches, dense_settings, resume, show_progress, say)
@@ -145,8 +152,9 @@ def _circuits(run: Run, base, sparse, seed: int) -> dict[str, Any] | None:
         circuit.save(run.path / f"circuit-addition-{role}.json")
     draw_all(result, run.path)
     row = result["tasks"]["addition"]
-    kinds = {"tokens": "attention_edges", "components": "thresholds"}
-    return {kind: row[key]["0.9"] for kind, key in kinds.items() if key in row}
+    kinds = {"tokens": "corrupted", "components": "components"}
+    found = row["multipliers"]
+    return {kind: found[reading]["dense"]["0.9"] for kind, reading in kinds.items() if reading in found}
 
 
 def _features(

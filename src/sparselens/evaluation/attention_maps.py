@@ -7,7 +7,7 @@
 A Run with newer models is looked at again; otherwise what is there is used.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,6 @@ from torch import nn
 from ..demo.addition import ANSWER, POSITIONS, encode
 from ..models.architectures import base_model, dimensions
 from ..models.loading import is_gated, load
-from ..reporting.sections.attribution import traced_prompts
 from ..runs import distributed
 from ..runs.run import Run, write_json
 from ..tasks.words import Words, piece
@@ -35,11 +34,15 @@ MOST_TOKENS = 64  # a page shows this many without becoming a wall
 
 
 def attention_rows(
-    run: Run | Path | str, prompts: tuple[str, ...] = (), say: Callable[[str], None] = print
+    run: Run | Path | str,
+    prompts: tuple[str, ...] = (),
+    traced: Sequence[str] = (),
+    say: Callable[[str], None] = print,
 ) -> dict[str, Any] | None:
     """The Run's attention/attention.json, made first if it is missing or old; None if the Run has no models yet.
 
-    prompts: shown first, before the built-in ones. For an addition Run: sums, such as "36+28".
+    prompts: shown first, before those that were traced and the built-in ones. For an addition Run: sums, such as
+    "36+28".
     """
     run = run if isinstance(run, Run) else Run(run)
     folders = _folders(run)
@@ -50,8 +53,7 @@ def attention_rows(
     for text in texts:
         _check(text)
     built_in = tuple(f"{a:02}+{b:02}=" + "?" * ANSWER for a, b in SUMS) if addition else TEXTS
-    traced = tuple(text for text in traced_prompts(run.path) if text.strip())
-    traced = tuple(_sum_text(text) for text in traced) if addition else traced
+    traced = tuple(_sum_text(text) if addition else text for text in traced if text.strip())
     wanted = list(dict.fromkeys((*texts, *traced, *built_in)))
     kept = _kept(run, folders, (*texts, *traced))
     if kept is not None:

@@ -1,7 +1,8 @@
 """Template + style + scripts + rows -> one HTML file that needs nothing else.
 
-1. Scripts are ordinary ES modules; here they are joined in the order of SCRIPTS, their import lines and `export` words
-   removed, into one inline module. Names at the top level are therefore unique over all files (checked by a test).
+1. Scripts are ordinary ES modules, one per section and what those import; here they are joined, each after what it
+   imports, without their import lines and `export` words, into one inline module. Names at the top level are therefore
+   unique over all files.
 2. Rows go into a <script type="application/json"> as pure ASCII: every `<`, every character beyond ASCII and every lone
    surrogate is a \\u escape, so nothing in them can end the element or be markup.
 3. The Content-Security-Policy allows the one script and the one style by their hashes, pictures from data: and blob:,
@@ -10,22 +11,17 @@
 
 import base64
 import hashlib
+import html
 import json
 import re
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from ..runs.run import write_bytes
+from .sections import asset, sections
 
-SCRIPTS = (
-    "dom.js", "data.js", "palette.js", "scene.js", "download.js", "axes.js", "summary.js", "charts.js", "training.js",
-    "maps.js", "token_reads.js", "head.js", "flow.js", "attention.js", "curves.js", "size_slider.js",
-    "circuit_graph.js", "token_edges.js", "heads.js", "circuits.js", "head_shares.js", "intervention_plot.js",
-    "trace_picture.js", "attribution.js", "main.js",
-)  # fmt: skip
-IMPORT = re.compile(r"^import\s[^;]*?from\s+\"\./[\w.]+\";\n", re.M)
+IMPORT = re.compile(r"^import\s[^;]*?from\s+\"\./([\w.]+)\";\n", re.M)
+DEFINED = re.compile(r"^(?:export )?(?:async )?(?:const|let|function|class) (\w+)", re.M)
 
 
 def write_page(value: dict[str, Any], path: str | Path) -> Path:
@@ -56,6 +52,10 @@ def build_page(value: dict[str, Any]) -> str:
         "STYLE": style,
         "SCRIPT": script,
         "DATA": embed(value),
+        "LINKS": "\n    ".join(f'<a href="#{name}">{_text(one.title)}</a>' for name, one in sections().items()),
+        "SECTIONS": "\n  ".join(
+            f'<section id="{name}" aria-labelledby="{name}-title"></section>' for name in sections()
+        ),
     }
     # One pass: nothing that was put in is looked at again.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], asset("template.html"))
@@ -67,20 +67,41 @@ def embed(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-@cache
-def asset(name: str) -> str:
-    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
+def scripts() -> dict[str, str]:
+    """Every script of the page by its name, each after those it imports: the sections' own, then main.js."""
+    found: dict[str, str] = {}
+    seen = set()
+
+    def add(name: str, text: str) -> None:
+        seen.add(name)
+        for needed in IMPORT.findall(text):
+            if needed not in seen:
+                add(needed, asset(needed))
+        found[name] = text
+
+    for name, section in sections().items():
+        add(f"{name}.js", section.source())
+    add("main.js", asset("main.js"))
+    return found
 
 
 def joined_scripts() -> str:
     """All modules as one, in order."""
-    parts = []
-    for name in SCRIPTS:
-        text = IMPORT.sub("", asset(name))
+    parts, homes = [], dict[str, str]()
+    for name, text in scripts().items():
+        text = IMPORT.sub("", text)
         if re.search(r"^\s*import\b", text, re.M):
             raise ValueError(f'{name}: import lines must have the form: import {{ a, b }} from "./file.js";')
+        for defined in DEFINED.findall(text):
+            if homes.setdefault(defined, name) != name:
+                raise ValueError(f"{name}: there is a {defined} in {homes[defined]} already; call it something else")
         parts.append(f"// ---- {name}\n" + re.sub(r"^export (?=const|let|function|async|class)", "", text, flags=re.M))
     return "\n" + "\n".join(parts)
+
+
+def _text(words: str) -> str:
+    """Words as markup that shows them, ASCII only."""
+    return html.escape(words).encode("ascii", "xmlcharrefreplace").decode()
 
 
 def ascii_js(text: str) -> str:

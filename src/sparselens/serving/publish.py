@@ -1,16 +1,15 @@
-"""`sparselens report` and `sparselens figures`: compute what the Run lacks, then make the page or the pictures."""
+"""A Run's page and its figures for print; what the Run lacks for them is computed first."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..reporting import payload, write_page
-from ..reporting.sections.attribution import read_trace, trace_files
+from ..reporting.payload import open_runs
+from ..reporting.sections.attribution import read_trace, trace_files, traced_prompts
 from ..runs.run import Run, check_folder, check_writable, reading, write_bytes
-from .serve import serve
 
-FORMATS = ("pdf", "svg", "png")
 FLOW_TOKENS = 16  # figure 1 is for prompts whose words fit beside each other
 
 
@@ -19,7 +18,7 @@ def report(
     other: str | Path | Run | None = None,
     *,
     out: str | Path | None = None,
-    prompts: tuple[str, ...] | list[str] = (),
+    prompts: Sequence[str] = (),
     say: Callable[[str], None] = print,
 ) -> Path:
     """One self-contained HTML page of a Run (or two, side by side); returns its path, RUN/report.html by default.
@@ -31,41 +30,34 @@ def report(
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give the page a file name, such as {path / 'report.html'}")
     check_writable(path)
-    payload(list(runs))  # damaged rows are found before any work
-    for found in runs:
-        with reading(found.path):
-            _look(found, tuple(prompts), say)
-    return write_page(payload(list(runs)), path)
+    shown = open_runs(runs)
+    payload(shown)  # damaged rows are found before any work
+    for one in shown:
+        with reading(one.run.path):
+            look(one.run, prompts, say)
+        one.forget("attention")  # all other rows are made once
+    return write_page(payload(shown), path)
 
 
-def _look(run: Run, prompts: tuple[str, ...], say: Callable[[str], None]) -> None:
+def look(run: Run, prompts: Sequence[str], say: Callable[[str], None]) -> None:
     """Attention rows, if the Run has models; torch is only imported where there is something to look at."""
     if (run.path / "model").is_dir() or (run.path / "base" / "model").is_dir():
         from ..evaluation.attention_maps import attention_rows
 
-        attention_rows(run, prompts, say)
+        attention_rows(run, tuple(prompts), traced_prompts(run.path), say)
     elif prompts:
         raise ValueError(f"{run.path} has no model yet to run a prompt through; finish it with --resume")
 
 
-def report_command(runs: list[Path], out: Path | None, prompts: list[str], live: bool, port: int) -> None:
-    if not 1 <= len(runs) <= 2:
-        raise ValueError(f"a report shows one or two Runs, not {len(runs)}")
-    if live and out is not None:
-        raise ValueError("--serve writes no file; leave out --out, or leave out --serve")
-    if live:
-        for run in runs:
-            with reading(run):
-                _look(Run(run), tuple(prompts), print)
-        return serve(runs, port)
-    path = report(*runs, out=out, prompts=prompts)
-    print(f"{path} ({path.stat().st_size / 1e6:.1f} MB): open it in a browser; it needs nothing else")
+def figures(
+    run: str | Path | Run, kind: str = "pdf", out: str | Path | None = None, threshold: float = 0.9
+) -> list[Path]:
+    """Figures 1 to 4 of a Run for print, from the rows the report shows: the files that were drawn.
 
-
-def figures_command(run: Path, kind: str, out: Path | None, threshold: float = 0.9) -> list[Path]:
-    """Figures 1 to 4 of a Run for print, from the rows the report shows; returns and prints what was drawn."""
-    found = Run(run)
-    folder = out or found.path
+    kind: pdf, svg or png. out: their folder; default: the Run.
+    """
+    found = run if isinstance(run, Run) else Run(run)
+    folder = Path(out) if out is not None else found.path
     check_folder(folder)
     for path in trace_files(found.path):
         read_trace(path)  # before anything is drawn
@@ -80,10 +72,9 @@ def figures_command(run: Path, kind: str, out: Path | None, threshold: float = 0
             write_bytes(final, path.read_bytes())
     if not drawn:
         raise ValueError(
-            f"{run} has no rows to draw yet; `sparselens report {run}` says which commands would make them"
+            f"{found.path} has no rows to draw yet; `sparselens report {found.path}` says which commands would make "
+            "them"
         )
-    for path in drawn:
-        print(path)
     return drawn
 
 
@@ -140,9 +131,7 @@ def _figures_2_3(run: Run, folder: Path, kind: str, threshold: float) -> list[Pa
     from ..reporting.sections.circuits import comparisons
 
     drawn = []
-    for i, (_, comparison) in enumerate(comparisons(run.path)):
-        if "error" in comparison:
-            continue
+    for i, (_, comparison) in enumerate(comparisons(run.path)[0]):
         part = "" if i == 0 else f"-{i}"
         drawn += draw_figure2(comparison, folder, part, kind, threshold)
         for j, task in enumerate(comparison["tasks"]):

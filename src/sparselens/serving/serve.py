@@ -1,18 +1,25 @@
 """The page of a Run that is still going on: built when asked for, reloaded by the browser when the Run changes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from ..reporting.page import build_page
 from ..reporting.payload import payload
+from ..runs.run import Run, reading
+from .publish import look
 
 WATCHED = ("*.json", "*.jsonl", "*/*.json", "*/*.jsonl", "*/*/*.json")
 
 
-def serve(runs: list[Path], port: int = 8765, say: Callable[[str], None] = print) -> None:
+def serve(
+    runs: Sequence[Path], port: int = 8765, prompts: Sequence[str] = (), say: Callable[[str], None] = print
+) -> None:
     """Serve the report on this machine only, until Ctrl-C. Port 0 takes any free one."""
+    for run in runs:
+        with reading(run):
+            look(Run(run), prompts, say)
     server = make_server(runs, port)
     say(f"http://127.0.0.1:{server.server_address[1]}/   (Ctrl-C stops it)")
     try:
@@ -21,17 +28,17 @@ def serve(runs: list[Path], port: int = 8765, say: Callable[[str], None] = print
         server.server_close()
 
 
-def make_server(runs: list[Path], port: int = 0) -> ThreadingHTTPServer:
+def make_server(runs: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
     if not 0 <= port <= 65535:
         raise ValueError(f"port={port}: expected a number from 0 to 65535")
-    payload(list(runs))  # a folder that is no Run is an error now, not a page of errors later
+    payload(runs)  # a folder that is no Run is an error now, not a page of errors later
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), partial(Handler, runs))
     except OSError as error:
         raise ValueError(f"cannot listen on port {port} ({error.strerror}); choose another with --port") from None
 
 
-def stamp(runs: list[Path]) -> str:
+def stamp(runs: Sequence[Path]) -> str:
     """Changes whenever a file that the page shows does."""
     files = {file for run in runs for pattern in WATCHED for file in Path(run).glob(pattern)}
     states = [(file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(files) if file.is_file()]
@@ -41,7 +48,7 @@ def stamp(runs: list[Path]) -> str:
 class Handler(BaseHTTPRequestHandler):
     """`/` is the page, `/stamp` says whether it is still the newest."""
 
-    def __init__(self, runs: list[Path], *arguments):
+    def __init__(self, runs: Sequence[Path], *arguments):
         self.runs = runs
         super().__init__(*arguments)
 
@@ -54,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, "text/plain", stamp(self.runs).encode())
         elif self.path in ("/", "/index.html"):
             try:
-                page = build_page(payload(list(self.runs), live=True) | {"stamp": stamp(self.runs)})
+                page = build_page(payload(self.runs, live=True) | {"stamp": stamp(self.runs)})
                 self._answer(200, "text/html; charset=utf-8", page.encode("ascii"))
             except (ValueError, OSError) as error:
                 self._answer(500, "text/plain; charset=utf-8", f"sparselens: {error}\n".encode())

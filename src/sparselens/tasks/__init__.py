@@ -47,17 +47,20 @@ class Task:
     generate: Generator | None
     metric: Metric = "logit"
     pairs: tuple[Pair, ...] = ()  # a fixed list (a user's file) instead of a generator
+    prompt: Callable[[str], str] | None = None  # what a person types -> a prompt of this task; ValueError if it is none
 
 
 _REGISTRY: dict[str, Task] = {}
 _BUILT_IN = ("addition", "antonym", "docstring", "greater_than", "induction", "ioi", "ioi_long")
 
 
-def task(name: str, metric: Metric = "logit") -> Callable[[Generator], Generator]:
+def task(
+    name: str, metric: Metric = "logit", prompt: Callable[[str], str] | None = None
+) -> Callable[[Generator], Generator]:
     """Register a generator of pairs under a name that `discover` and `compare` understand."""
 
     def register(generate: Generator) -> Generator:
-        _REGISTRY[name] = Task(name, generate, metric)
+        _REGISTRY[name] = Task(name, generate, metric, prompt=prompt)
         return generate
 
     return register

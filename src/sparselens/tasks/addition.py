@@ -7,7 +7,15 @@ from . import Pair, task
 from .words import Words
 
 
-@task("addition")
+def prompt(text: str) -> str:
+    """`36+28` (with or without =?????) as the addition model reads it."""
+    left, plus, right = text.partition("=")[0].partition("+")
+    if not (plus and left.strip().isdecimal() and right.strip().isdecimal()) or max(int(left), int(right)) > 99:
+        raise ValueError(f"prompt {text!r}: this Run's model adds two numbers from 0 to 99; write for example 36+28")
+    return f"{int(left):02}+{int(right):02}=" + "?" * ANSWER
+
+
+@task("addition", prompt=prompt)
 def addition(rng: random.Random, words: Words) -> Pair:
     a, b = rng.randrange(100), rng.randrange(100)
     while True:

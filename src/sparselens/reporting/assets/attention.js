@@ -6,8 +6,9 @@ import { HeadGrid, loadMaps } from "./maps.js";
 import { Lens, tokenStrip, visible } from "./token_reads.js";
 import { HeadMap, pairFacts, strongestPairs } from "./head.js";
 import { Flow, FLOW_TOKENS } from "./flow.js";
+import { section } from "./sections.js";
 
-export function showAttention(section, run) {
+section("attention", (place, run) => {
   const rows = run.attention;
   const title = heading(
     "attention",
@@ -15,7 +16,7 @@ export function showAttention(section, run) {
     "What every head looks at, before and after. Point at a token to see what it reads and who reads it; choose a head to see it large.",
   );
   if (!rows || !rows.prompts.length) {
-    section.replaceChildren(
+    place.replaceChildren(
       ...title,
       emptyNotice(
         "No attention has been recorded. This looks at the Run's models on a few prompts:",
@@ -24,9 +25,9 @@ export function showAttention(section, run) {
     );
     return;
   }
-  section.replaceChildren(...title);
-  new Explorer(section, rows);
-}
+  place.replaceChildren(...title);
+  new Explorer(place, rows);
+});
 
 class Explorer {
   constructor(section, rows) {

@@ -7,31 +7,32 @@ import { downloads } from "./download.js";
 import { edgeDetail, headName, lookDetail } from "./head_shares.js";
 import { checkPlot, singlesTable } from "./intervention_plot.js";
 import { TracePicture } from "./trace_picture.js";
+import { section } from "./sections.js";
 
-export function showAttribution(section, run) {
+section("attribution", (place, run) => {
   const title = heading(
     "attribution",
     "Attribution",
     "From the words of a prompt to what the model says next: groups of features, the edges between them, and the heads that carry each edge.",
   );
-  if (!run.traces.length) {
-    section.replaceChildren(
+  if (!run.attribution.length) {
+    place.replaceChildren(
       ...title,
       emptyNotice(
         "No prompt has been traced. With a transcoder of the model (sparselens transcode), this traces one:",
-        run.commands.traces,
+        run.commands.attribution,
       ),
     );
     return;
   }
-  section.replaceChildren(
+  place.replaceChildren(
     ...title,
     how(
       "Positions go across, layers upward; the prompt is at the bottom, the output at the top. A box is a cluster of features and spans its layers; a line is what one contributes to another, thick when much influence passes through it, dashed when it is negative. Attention patterns are held fixed, so contributions add up exactly.",
       "Click an edge, here or in the table, to see which heads carry it: the smallest set that brings 80 % of it. Their maps show keys across and queries upward, with the links that matter marked.",
     ),
   );
-  const traces = [...run.traces];
+  const traces = [...run.attribution];
   const prompts = [...new Set(traces.map((trace) => trace.prompt))];
   const body = element("div", { class: "stack" });
   const show = (prompt) => {
@@ -41,7 +42,7 @@ export function showAttribution(section, run) {
     body.replaceChildren(...chosen.map((trace) => new TraceView(trace, run.attention).box));
   };
   if (prompts.length > 1)
-    section.append(
+    place.append(
       element(
         "div",
         { class: "controls" },
@@ -53,9 +54,9 @@ export function showAttribution(section, run) {
         ),
       ),
     );
-  section.append(body);
+  place.append(body);
   show(prompts[0]);
-}
+});
 
 class TraceView {
   constructor(trace, attention) {

@@ -7,37 +7,42 @@ import { KeptEdges } from "./size_slider.js";
 import { CircuitGraph, GraphView } from "./circuit_graph.js";
 import { TokenView } from "./token_edges.js";
 import { HeadsTable } from "./heads.js";
+import { section } from "./sections.js";
 
-const TOKEN_UNIT = "attention edges (head, query, key) kept";
+/** How the circuits of a reading are drawn; a reading without a picture has its curve alone. */
+const PICTURES = {
+  graph: { label: "Edges kept", view: (role, model, tell) => new GraphView(role, model, tell) },
+  tokens: { label: "Attention edges kept", view: (role, model, tell) => new TokenView(role, model, tell) },
+};
 
-export function showCircuits(section, run) {
+section("circuits", (place, run) => {
   const rows = run.circuits;
   const title = heading("circuits", "Circuits", "Which parts of the model do a task, and how few of them are enough.");
   if (!rows || !rows.tasks.length) {
     const why = rows?.problems.length
       ? `No circuit was found: ${rows.problems.join("; ")}. Try another task:`
       : "No circuit has been looked for. This finds the circuits of a task in the dense, control and sparse model:";
-    section.replaceChildren(...title, emptyNotice(why, run.commands.circuits));
+    place.replaceChildren(...title, emptyNotice(why, run.commands.circuits));
     return;
   }
-  section.replaceChildren(...title);
-  new Circuits(section, rows, run.overview.per_head);
-}
+  place.replaceChildren(...title);
+  new Circuits(place, rows, run.summary.per_head);
+});
 
 class Circuits {
   constructor(section, rows, density) {
     Object.assign(this, { rows, density, threshold: "0.9", tableRole: null });
-    this.panels = rows.tasks.flatMap((task) => {
-      const panel = (shown, kind) => {
-        const pick = (_, edges) => {
+    this.panels = rows.tasks.flatMap((task) =>
+      task.readings.map((reading) => {
+        const pick = (edges) => {
           this.choose(task);
-          this[kind].keep(edges);
+          this.kept[reading.name]?.keep(edges);
         };
-        return { task, kind, curves: new CurvePanel(shown, () => this.choose(task), pick) };
-      };
-      const tokens = { ...task.attention, name: `${task.name}: attention edges`, unit: TOKEN_UNIT };
-      return [panel(task, "graphs"), ...(task.attention ? [panel(tokens, "tokens")] : [])];
-    });
+        const multipliers = task.multipliers[reading.name]?.dense ?? {};
+        return { task, reading, curves: new CurvePanel(reading, multipliers, () => this.choose(task), pick) };
+      }),
+    );
+    const thresholds = Object.keys(Object.values(rows.tasks[0].readings[0].models)[0].edges_at);
     this.body = element("div", {});
     section.append(
       how(
@@ -50,11 +55,11 @@ class Circuits {
         { class: "controls" },
         segments(
           "Effect to reach",
-          ["0.8", "0.9", "0.95"].map((t) => [t, percent(Number(t))]),
+          thresholds.map((t) => [t, percent(Number(t))]),
           this.threshold,
           (t) => {
             this.threshold = t;
-            for (const kept of this.both) kept.kept = null;
+            for (const kept of Object.values(this.kept)) kept.kept = null;
             this.refresh();
           },
         ),
@@ -75,26 +80,22 @@ class Circuits {
     this.shown = new Set(this.roles.filter((role) => role !== "control"));
     this.tableRole = this.roles.includes("sparse") ? "sparse" : this.roles[0];
     const common = { task: task.name, nameOf: (role) => this.nameOf(role) };
-    this.models = Object.fromEntries(this.roles.map((role) => [role, new CircuitGraph(task.models[role])]));
-    this.graphs = new KeptEdges({
-      ...common,
-      kind: "graph",
-      label: "Edges kept",
-      models: task.models,
-      view: (role, tell) => new GraphView(role, this.models[role], tell),
-      onKeep: () => this.refresh(["graphs"]),
-    });
-    this.tokens = task.attention
-      ? new KeptEdges({
-          ...common,
-          kind: "tokens",
-          label: "Attention edges kept",
-          models: task.attention.models,
-          view: (role, tell) => new TokenView(role, task.attention.models[role], tell),
-          onKeep: () => this.refresh(["tokens"]),
-        })
-      : null;
-    this.both = [this.graphs, this.tokens].filter(Boolean);
+    const [graph] = task.readings; // the component graph comes first
+    this.models = Object.fromEntries(this.roles.map((role) => [role, new CircuitGraph(graph.models[role])]));
+    this.kept = {};
+    for (const { name, picture, models } of task.readings.filter((reading) => PICTURES[reading.picture])) {
+      const { label, view } = PICTURES[picture];
+      const drawn = picture === "graph" ? this.models : models;
+      this.kept[name] = new KeptEdges({
+        ...common,
+        kind: picture,
+        label,
+        models,
+        view: (role, tell) => view(role, drawn[role], tell),
+        onKeep: () => this.refresh([name]),
+      });
+    }
+    this.graphs = this.kept[graph.name];
     this.build();
     this.refresh();
   }
@@ -128,12 +129,14 @@ class Circuits {
         ),
       ),
       this.table.card,
-      ...(this.tokens ? [this.tokenBar(), this.tokens.graphs] : []),
+      ...this.task.readings
+        .filter(({ picture }) => picture === "tokens")
+        .flatMap((reading) => [this.tokenBar(reading), this.kept[reading.name].graphs]),
     );
   }
 
-  tokenBar() {
-    const { example, n_prompts: n } = Object.values(this.task.attention.models)[0];
+  tokenBar(reading) {
+    const { example, n_prompts: n } = Object.values(reading.models)[0];
     return element(
       "div",
       { class: "card stack-top" },
@@ -143,7 +146,7 @@ class Circuits {
         element("h3", {}, "Attention edges, token by token"),
         element("span", { class: "note" }, `n = ${n} prompts, such as `, element("span", { class: "says" }, example)),
       ),
-      this.tokens.bar,
+      this.kept[reading.name].bar,
     );
   }
 
@@ -180,10 +183,10 @@ class Circuits {
     return name && name !== role ? name : ROLE_NAMES[role];
   }
 
-  refresh(kinds = ["graphs", "tokens"]) {
-    for (const kind of kinds) {
-      const chosen = this[kind]?.show(this.shown, this.threshold);
-      for (const { task, curves } of this.panels.filter((panel) => panel.kind === kind)) {
+  refresh(names = new Set(this.panels.map(({ reading }) => reading.name))) {
+    for (const name of names) {
+      const chosen = this.kept[name]?.show(this.shown, this.threshold);
+      for (const { task, curves } of this.panels.filter((panel) => panel.reading.name === name)) {
         curves.card.classList.toggle("chosen", task === this.task && this.rows.tasks.length > 1);
         curves.show({ threshold: this.threshold, chosen: task === this.task ? chosen : {} });
       }

@@ -17,26 +17,29 @@ export function measuredAt(curve, edges) {
   return found;
 }
 
-/** One task's panel. state: {threshold, chosen: {role: index on its curve}}; onPick(edges) when the curve is clicked. */
+/**
+ * One reading's panel. rows: {title, edges, models: {role: {curve, n_edges, n_prompts}}}; multipliers: {threshold: row}.
+ * state: {threshold, chosen: {role: index on its curve}}; onPick(edges) when the curve is clicked.
+ */
 export class CurvePanel {
-  constructor(task, onTask, onPick) {
-    this.task = task;
+  constructor(rows, multipliers, onTask, onPick) {
+    Object.assign(this, { rows, multipliers });
     this.plot = element("div", { class: "plot" });
     this.note = element("span", { class: "note" });
     this.legend = element("div", { class: "legend" });
     this.card = element(
       "figure",
-      { class: "card", "data-task": task.name },
+      { class: "card", "data-task": rows.title },
       element(
         "div",
         { class: "card-head" },
         element(
           "h3",
           {},
-          element("button", { class: "title", type: "button", on: { click: () => onTask(task) } }, task.name),
+          element("button", { class: "title", type: "button", on: { click: onTask } }, rows.title),
         ),
         this.note,
-        downloads(`explained-effect-${task.name}`, {
+        downloads(`explained-effect-${rows.title}`, {
           scene: () => this.scene(this.plot.view.width),
           json: () => this.curves(),
           csv: () => this.csv(),
@@ -46,11 +49,11 @@ export class CurvePanel {
       this.legend,
     );
     this.plot.addEventListener("click", (event) =>
-      onPick(task, Math.round(this.x.back(event.clientX - this.plot.getBoundingClientRect().left))),
+      onPick(Math.round(this.x.back(event.clientX - this.plot.getBoundingClientRect().left))),
     );
     this.redraw = keepDrawn(this.plot, (width) => this.plot.replaceChildren(toSvg(this.scene(width), this.words())));
     for (const role of ROLES)
-      if (task.models[role])
+      if (rows.models[role])
         this.legend.append(
           element(
             "span",
@@ -70,10 +73,10 @@ export class CurvePanel {
       );
   }
   random() {
-    return (this.task.models.sparse ?? this.task.models.dense)?.random;
+    return (this.rows.models.sparse ?? this.rows.models.dense)?.random;
   }
   curves() {
-    return Object.fromEntries(Object.entries(this.task.models).map(([role, model]) => [role, model.curve]));
+    return Object.fromEntries(Object.entries(this.rows.models).map(([role, model]) => [role, model.curve]));
   }
   csv() {
     return [
@@ -84,16 +87,16 @@ export class CurvePanel {
     ];
   }
   words() {
-    const found = this.task.thresholds[this.state?.threshold];
+    const found = this.multipliers[this.state?.threshold];
     return (
-      `Explained effect of ${this.task.name} over edges kept` +
+      `Explained effect of ${this.rows.title} over edges kept` +
       (found ? `: ${timesFewer(found.multiplier)} at ${percent(Number(this.state.threshold))}` : "")
     );
   }
   show(state) {
     this.state = state;
-    const found = this.task.thresholds[state.threshold];
-    const dense = this.task.models.dense ?? this.task.models.sparse;
+    const found = this.multipliers[state.threshold];
+    const dense = this.rows.models.dense ?? this.rows.models.sparse;
     this.note.textContent = found
       ? `${timesFewer(found.multiplier)} at ${percent(Number(state.threshold))} (ratio ${number(found.low, 2)} to ${number(found.high, 2)}, n = ${found.n_prompts})`
       : `n = ${dense.n_prompts} prompts`;
@@ -104,7 +107,7 @@ export class CurvePanel {
     const height = width > 700 ? 300 : 250;
     const scene = new Scene(width, height);
     const box = { left: 64, top: 14, right: width - 12, bottom: height - 40 };
-    const models = this.task.models;
+    const models = this.rows.models;
     const effects = Object.values(models)
       .flatMap((model) => [...model.curve.low, ...model.curve.high])
       .filter((value) => value !== null);
@@ -122,7 +125,7 @@ export class CurvePanel {
       box.top,
     );
     drawAxes(scene, box, x, y, colours, {
-      xTitle: this.task.unit ?? "edges kept",
+      xTitle: `${this.rows.edges} kept`,
       yTitle: "explained effect",
       yFormat: (v) => percent(v),
       xTicks: 5,
@@ -165,7 +168,7 @@ export class CurvePanel {
     scene.path(line, { stroke: colour, thick: dash ? 1.4 : 2, dash });
   }
   bracket(scene, x, y, threshold, colours) {
-    const found = this.task.thresholds[this.state?.threshold];
+    const found = this.multipliers[this.state?.threshold];
     if (!found) return;
     const [left, right] = [found.sparse_edges, found.dense_edges]
       .map((edges) => x.at(Math.min(Math.max(edges, 1), x.to)))

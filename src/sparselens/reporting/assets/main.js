@@ -3,23 +3,16 @@
 import { element, segments } from "./dom.js";
 import { report } from "./data.js";
 import { redrawAll } from "./palette.js";
-import { showProvenance, showSummary } from "./summary.js";
-import { showTraining } from "./training.js";
-import { showAttention } from "./attention.js";
-import { showCircuits } from "./circuits.js";
-import { showAttribution } from "./attribution.js";
+import { showSections } from "./sections.js";
+import { showProvenance } from "./summary.js";
 
 const place = (id) => document.getElementById(id);
 
 function show(index) {
   const run = report.runs[index];
   const others = report.runs.filter((_, i) => i !== index);
-  document.title = `${run.overview.title} – sparselens report`;
-  showSummary(place("summary"), run, others);
-  showTraining(place("training"), run);
-  showAttention(place("attention"), run);
-  showCircuits(place("circuits"), run);
-  showAttribution(place("attribution"), run);
+  document.title = `${run.summary.title} – sparselens report`;
+  showSections(run, others);
   showProvenance(place("provenance"), report.runs);
 }
 
@@ -80,7 +73,7 @@ if (report.runs.length > 1) {
   place("tools").append(
     segments(
       "Run",
-      report.runs.map((run, i) => [String(i), run.overview.run]),
+      report.runs.map((run, i) => [String(i), run.summary.run]),
       "0",
       (value) => show(Number(value)),
     ),

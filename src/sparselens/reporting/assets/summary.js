@@ -2,30 +2,31 @@
 
 import { element, emptyNotice, number, percent, swatch, table } from "./dom.js";
 import { ROLE_NAMES } from "./data.js";
+import { section } from "./sections.js";
 
 const STATES = { met: ["✓", "met"], care: ["!", "look twice"], missed: ["✕", "not met"], open: ["–", "open"] };
 
-export function showSummary(section, run, others) {
-  const { overview } = run;
-  section.replaceChildren(
-    element("h1", { id: "summary-title" }, overview.sentence),
-    verdictList(overview.verdicts),
-    overview.facts.length ? factTable(overview) : "",
-    overview.table.length
+section("summary", (place, run, others) => {
+  const { summary } = run;
+  place.replaceChildren(
+    element("h1", { id: "summary-title" }, summary.sentence),
+    verdictList(summary.verdicts),
+    summary.facts.length ? factTable(summary) : "",
+    summary.table.length
       ? element(
           "div",
           { class: "card stack", id: "summary-table" },
-          comparisonTable(overview),
-          others.map((other) => (other.overview.table.length ? comparisonTable(other.overview) : null)),
+          comparisonTable(summary),
+          others.map((other) => (other.summary.table.length ? comparisonTable(other.summary) : null)),
         )
-      : overview.facts.length
+      : summary.facts.length
         ? ""
-        : emptyNotice("This Run has not finished; its end fills the table. This goes on with it:", run.commands.overview),
+        : emptyNotice("This Run has not finished; its end fills the table. This goes on with it:", run.commands.summary),
   );
-}
+});
 
-function factTable(overview) {
-  const facts = overview.facts.map(([name, value]) => [element("dt", {}, name), element("dd", {}, number(value, 4))]);
+function factTable(summary) {
+  const facts = summary.facts.map(([name, value]) => [element("dt", {}, name), element("dd", {}, number(value, 4))]);
   return element("div", { class: "card" }, element("dl", { class: "facts" }, facts));
 }
 
@@ -50,10 +51,10 @@ function verdictList(verdicts) {
   );
 }
 
-function comparisonTable(overview) {
-  const rows = overview.table;
+function comparisonTable(summary) {
+  const rows = summary.table;
   const any = (name) => rows.some((row) => row[name] !== null && row[name] !== undefined);
-  const task = overview.task;
+  const task = summary.task;
   const columns = [
     [
       "Loss",
@@ -64,7 +65,7 @@ function comparisonTable(overview) {
       ],
     ],
     any("kl_to_base") && ["KL to base", "nats", (row) => number(row.kl_to_base)],
-    overview.title === "addition" && ["Exact sums", "share", (row) => percent(row.exact, 4)],
+    summary.title === "addition" && ["Exact sums", "share", (row) => percent(row.exact, 4)],
     ["Density", "open of possible", (row) => percent(row.density)],
     any("edges_per_query") && [
       "Edges per query",
@@ -78,10 +79,10 @@ function comparisonTable(overview) {
     ],
     any("heads") && ["Heads", `for 90 % of ${task}`, (row) => ofTotal(row.heads, row.heads_total)],
   ].filter(Boolean);
-  const caption = `${overview.title} (${overview.run}), ${number(rows[0].sequences)} held-out sequences; loss ± standard error`;
+  const caption = `${summary.title} (${summary.run}), ${number(rows[0].sequences)} held-out sequences; loss ± standard error`;
   return element(
     "div",
-    { class: "scroll", tabindex: "0", role: "region", "aria-label": `Table: ${overview.title}` },
+    { class: "scroll", tabindex: "0", role: "region", "aria-label": `Table: ${summary.title}` },
     table(
       ["Model", ...columns.map(([name, unit]) => [name, element("br"), element("small", {}, unit)])],
       rows.map((row) => [
@@ -100,10 +101,10 @@ function ofTotal(part, total) {
 export function showProvenance(footer, runs) {
   footer.replaceChildren(
     element("h2", {}, "Where this comes from"),
-    ...runs.map(({ overview }) => {
-      const { versions = {}, command, commit, python } = overview.provenance;
+    ...runs.map(({ summary }) => {
+      const { versions = {}, command, commit, python } = summary.provenance;
       const facts = [
-        ["run", overview.run],
+        ["run", summary.run],
         ["command", command],
         ["commit", commit],
         [
@@ -112,7 +113,7 @@ export function showProvenance(footer, runs) {
             .filter(Boolean)
             .join(", "),
         ],
-        ["settings", overview.settings.map(([name, value]) => `${name} ${value}`).join(", ")],
+        ["settings", summary.settings.map(([name, value]) => `${name} ${value}`).join(", ")],
       ];
       return element(
         "dl",

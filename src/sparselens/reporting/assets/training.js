@@ -5,13 +5,14 @@ import { keepDrawn, palette } from "./palette.js";
 import { LineChart, Timeline } from "./charts.js";
 import { Scene, toSvg } from "./scene.js";
 import { downloads } from "./download.js";
+import { section } from "./sections.js";
 
-export function showTraining(section, run) {
+section("training", (place, run) => {
   const rows = run.training;
   const lead = `${rows?.lead ?? "What happened while the model learnt."} Hover to read a step, drag to zoom.`;
   const title = heading("training", "Training", lead);
   if (!rows) {
-    section.replaceChildren(
+    place.replaceChildren(
       ...title,
       emptyNotice("This Run has no metrics yet. This goes on with it, and training writes them:", run.commands.training),
     );
@@ -25,7 +26,7 @@ export function showTraining(section, run) {
   timeline.listeners.push(() => sayStep(readout, timeline, charts));
   sayStep(readout, timeline, charts);
   const showAll = { class: "plain", type: "button", id: "zoom-reset", on: { click: () => timeline.reset() } };
-  section.replaceChildren(
+  place.replaceChildren(
     ...title,
     how(...rows.how),
     element("div", { class: "controls" }, element("button", showAll, "Show all steps"), readout),
@@ -36,7 +37,7 @@ export function showTraining(section, run) {
     ),
     heatMaps(run, rows),
   );
-}
+});
 
 function chartOptions(chart, series) {
   const { title, unit, log, share } = chart;
@@ -59,7 +60,7 @@ function sayStep(readout, timeline, charts) {
 }
 
 function heatMaps(run, rows) {
-  const perHead = run.overview.per_head;
+  const perHead = run.summary.per_head;
   const cards = [];
   if (rows.per_layer) {
     const { title, unit, step, values } = rows.per_layer;

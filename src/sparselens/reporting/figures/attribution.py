@@ -14,8 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .circuits import ORANGE, STYLE, SUFFIXES, _save
-from .flow import BLUE, GREY, INK, LIGHT
+from .style import BLUE, GREY, INK, LIGHT, ORANGE, SUFFIXES, pyplot, save
 
 RED = "#c8102e"
 WIDTH, MARGIN, GAP = 10.6, 0.22, 0.35  # inches
@@ -37,24 +36,18 @@ def draw_trace_all(trace: dict[str, Any], folder: str | Path) -> list[Path]:
 
 def draw_trace(trace: dict[str, Any], *paths: str | Path) -> None:
     """Figure 4 of trace.json: one model, or two where it has `against`. Suffixes of paths say which formats."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     models = [trace]
     if trace.get("against"):
         # The denser model on the left; of two alike, the one compared against.
         models = sorted([trace["against"], trace], key=lambda m: bool(m.get("gated")))
     heights = _heights(models)
-    with plt.rc_context(STYLE):
+    with pyplot() as plt:
         figure = plt.figure(figsize=(WIDTH, sum(heights)))
         axis = figure.add_axes((0, 0, 1, 1))
         axis.axis("off")
         _Page(axis, models, *heights).draw()
         axis.set(xlim=(0, WIDTH), ylim=(0, sum(heights)))
-        for path in paths:
-            _save(figure, Path(path))
+        save(figure, *paths)
 
 
 def _heights(models: list[dict[str, Any]]) -> tuple[float, float]:

@@ -1,16 +1,16 @@
 """Figures 2 and 3 from rows: curves of explained effect, and circuits side by side. No torch, no models."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .flow import BLUE, GREY, INK, LIGHT
+from ...circuits.rows import ComparisonRows, CurveRow, MultiplierRow, Reading, Results, wording
+from .style import BLUE, GREY, INK, LIGHT, ORANGE, SUFFIXES, pyplot, save
 
-ORANGE = "#d9730d"  # the sparse model; distinct from BLUE in every common colour blindness and in grey
-STYLE: Any = {"font.family": "sans-serif", "svg.fonttype": "none", "svg.hashsalt": "sparselens", "pdf.fonttype": 42}
-SUFFIXES = ("png", "svg", "pdf")
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
-def draw_all(comparison: dict[str, Any], folder: str | Path, threshold: float = 0.9) -> list[Path]:
+def draw_all(comparison: ComparisonRows, folder: str | Path, threshold: float = 0.9) -> list[Path]:
     """figure2 and, for the first task, figure3 (all tasks beyond it numbered by name), as PNG, SVG and PDF."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -23,30 +23,19 @@ def draw_all(comparison: dict[str, Any], folder: str | Path, threshold: float = 
     return paths
 
 
-def draw_figure2(comparison: dict[str, Any], folder: Path, part: str, suffix: str, threshold: float) -> list[Path]:
-    """figure2, and figure2-tokens over single attention edges; of a single task, figure2 shows both side by side."""
-    paths = [folder / f"figure2{part}.{suffix}"]
-    if not has_tokens(comparison):
-        draw_curves(comparison, paths[0], threshold)
-        return paths
-    tokens = by_token(comparison)
-    paths.append(folder / f"figure2-tokens{part}.{suffix}")
-    draw_curves(tokens, paths[1], threshold)
-    if len(comparison["tasks"]) == 1:
-        ((task, row),) = comparison["tasks"].items()
-        title = title_of(task)
-        rows = {"tokens": {**tokens["tasks"][task], "title": title}, "components": {**row, "title": title}}
-        comparison = {**comparison, "tasks": rows}
-    draw_curves(comparison, paths[0], threshold)
+def draw_figure2(comparison: ComparisonRows, folder: Path, part: str, suffix: str, threshold: float) -> list[Path]:
+    """figure2 over components, figure2-tokens over attention edges; of a single task, figure2 shows both."""
+    tasks = list(comparison["tasks"])
+    models = [model for row in comparison["tasks"].values() for model in row["models"].values()]
+    common = [reading for reading in models[0]["readings"] if all(reading in model["readings"] for model in models)]
+    paths = []
+    for reading in common:
+        panels = [(task, reading) for task in tasks]
+        if reading == common[0] and len(tasks) == 1:
+            panels = [*((task, other) for task in tasks for other in common[1:2]), *panels]
+        paths.append(folder / f"figure2{wording(reading).file}{part}.{suffix}")
+        draw_curves(comparison, panels, paths[-1], threshold)
     return paths
-
-
-def _save(figure, path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(path.suffix[1:])
-    figure.savefig(path, dpi=220, metadata=metadata)
-    plt.close(figure)
 
 
 def file_name(task: str) -> str:
@@ -58,66 +47,41 @@ def title_of(task: str) -> str:
     return {"ioi": "IOI", "ioi-long": "IOI Long"}.get(task, task.replace("-", " ").title())
 
 
-def has_tokens(comparison: dict[str, Any]) -> bool:
-    return all("attention_edges" in model for row in comparison["tasks"].values() for model in row["models"].values())
+def draw_curves(comparison: ComparisonRows, panels: list[tuple[str, str]], path: Path, threshold: float = 0.9) -> None:
+    """Figure 2: explained effect over edges kept, log x, bands, the multiplier at the threshold.
 
-
-def by_token(comparison: dict[str, Any]) -> dict[str, Any]:
-    """The same comparison with curves over single attention edges (head, query, key) in place of component edges."""
-    tasks = {
-        task: {
-            "models": {role: model["attention_edges"] for role, model in row["models"].items()},
-            "thresholds": row.get("attention_edges", {}),
-            "edges": "Attention Edges Kept\n(head, query, key)",
-        }
-        for task, row in comparison["tasks"].items()
-    }
-    return {**comparison, "tasks": tasks}
-
-
-def draw_curves(comparison: dict[str, Any], path: str | Path, threshold: float = 0.9) -> None:
-    """Figure 2: one panel per task; explained effect over edges kept, log x, bands, the multiplier at the threshold.
-
-    comparison: what `compare` returns, or {"tasks": {name: {"models": {"dense": results of discover}}}} for one model.
+    panels: (task, reading) each.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    tasks, names = comparison["tasks"], comparison.get("names", {})
-    with plt.rc_context(STYLE):
+    names = comparison.get("names", {})
+    with pyplot() as plt:
         figure, axes = plt.subplots(
-            1, len(tasks), figsize=(0.5 + 2.9 * len(tasks), 2.7), squeeze=False, layout="constrained"
+            1, len(panels), figsize=(0.5 + 2.9 * len(panels), 2.7), squeeze=False, layout="constrained"
         )
-        for axis, (task, row) in zip(axes[0], tasks.items(), strict=True):
-            for role, colour, style in (("control", GREY, "-"), ("dense", BLUE, "-"), ("sparse", ORANGE, "-")):
-                if role in row["models"]:
-                    _draw_curve(axis, row["models"][role]["curve"], colour, style, names.get(role, role))
-            shown = row["models"].get("sparse") or row["models"]["dense"]
-            if shown.get("random"):
+        for axis, (task, reading) in zip(axes[0], panels, strict=True):
+            row = comparison["tasks"][task]
+            models = {role: model["readings"][reading] for role, model in row["models"].items()}
+            for role, colour in (("control", GREY), ("dense", BLUE), ("sparse", ORANGE)):
+                if role in models:
+                    _draw_curve(axis, models[role]["curve"], colour, "-", names.get(role, role))
+            shown = models.get("sparse") or models["dense"]
+            if "random" in shown:
                 _draw_curve(axis, shown["random"], GREY, ":", "random")
-            _mark_threshold(axis, row, threshold)
-            label = row.get("edges", "Number of Edges Kept")
-            lowest = min(effect for model in row["models"].values() for effect in model["curve"]["effect"])
-            axis.set(
-                xscale="log",
-                ylim=(min(-0.04, lowest - 0.05), 1.09),
-                xlabel=label,
-                title=row.get("title", title_of(task)),
-            )
-            axis.set_xlim(1, max(m["n_edges"] for m in row["models"].values()) * 1.1)
+            found = row.get("multipliers", {}).get(reading, {}).get("dense", {})
+            _mark_threshold(axis, found.get(str(threshold)), threshold)
+            lowest = min(effect for model in models.values() for effect in model["curve"]["effect"])
+            axis.set(xscale="log", ylim=(min(-0.04, lowest - 0.05), 1.09), xlabel=wording(reading).axis)
+            axis.set_title(title_of(task), fontsize=10)
+            axis.set_xlim(1, max(model["n_edges"] for model in models.values()) * 1.1)
             axis.set_yticks([0, 0.25, 0.5, 0.75, 1])
-            axis.title.set_size(10)
             axis.tick_params(labelsize=8, color=GREY)
             for side in ("top", "right"):
                 axis.spines[side].set_visible(False)
             axis.legend(fontsize=7, loc="best", frameon=False, handlelength=1.4)
         axes[0][0].set_ylabel("Explained Effect")
-        _save(figure, Path(path))
+        save(figure, path)
 
 
-def _draw_curve(axis, curve: dict[str, list[float]], colour: str, style: str, label: str) -> None:
+def _draw_curve(axis: "Axes", curve: CurveRow, colour: str, style: str, label: str) -> None:
     points = [
         (x, *rest)
         for x, *rest in zip(curve["edges"], curve["effect"], curve["low"], curve["high"], strict=True)
@@ -130,9 +94,8 @@ def _draw_curve(axis, curve: dict[str, list[float]], colour: str, style: str, la
     axis.plot(x, effect, color=colour, linestyle=style, linewidth=1.6 if style == "-" else 1.0, label=label)
 
 
-def _mark_threshold(axis, row: dict[str, Any], threshold: float) -> None:
+def _mark_threshold(axis: "Axes", found: MultiplierRow | None, threshold: float) -> None:
     axis.axhline(threshold, color=INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
-    found = row.get("thresholds", {}).get(str(threshold))
     if found is None:
         return
     left, right = sorted((found["sparse_edges"], found["dense_edges"]))
@@ -143,33 +106,28 @@ def _mark_threshold(axis, row: dict[str, Any], threshold: float) -> None:
     axis.text(middle, threshold + 0.03, label, ha="center", va="bottom", fontsize=9, color=INK, bbox=back)
 
 
-def draw_circuits(comparison: dict[str, Any], task: str, path: str | Path) -> None:
+def draw_circuits(comparison: ComparisonRows, task: str, path: str | Path) -> None:
     """Figure 3: the circuits that explain 90 %, side by side; a row of heads and an MLP per layer, layers downward."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     models, names = comparison["tasks"][task]["models"], comparison.get("names", {})
     roles = [role for role in ("sparse", "dense") if role in models]
     shapes = [shape_of(models[role]) for role in roles]
     width = max(n_heads for _, n_heads in shapes) + 2
     height = max(n_layers for n_layers, _ in shapes) + 3
     scale = min(0.36, 6.4 / (width * len(roles)) if width * len(roles) > 17 else 0.36)
-    with plt.rc_context(STYLE):
+    with pyplot() as plt:
         size = (0.5 + scale * width * len(roles) + 0.3, 0.5 + min(max(scale, 0.2) * height, 8.0))  # fits on a page
         figure, axes = plt.subplots(1, len(roles), figsize=(max(size[0], 3.2 * len(roles)), size[1]), squeeze=False)
         figure.subplots_adjust(left=0.07, right=0.99, top=0.93, bottom=0.02, wspace=0.06)
         for axis, role, shape in zip(axes[0], roles, shapes, strict=True):
-            _draw_circuit(axis, models[role], shape)
+            _draw_circuit(axis, models[role]["readings"]["components"], shape)
             axis.set_title(names.get(role, role), fontsize=10, color=INK, pad=4)
         arrow = {"arrowstyle": "-|>", "color": INK, "lw": 1.0}
         figure.text(0.022, 0.5, "Layers", rotation=90, va="center", ha="center", fontsize=9, color=INK)
         axes[0][0].annotate("", (0.045, 0.3), (0.045, 0.7), xycoords="figure fraction", arrowprops=arrow)
-        _save(figure, Path(path))
+        save(figure, path)
 
 
-def shape_of(results: dict[str, Any]) -> tuple[int, int]:
+def shape_of(results: Results) -> tuple[int, int]:
     """(layers, heads) of the model a result belongs to."""
     return int(results["n_layers"]), int(results["n_heads"])
 
@@ -194,12 +152,12 @@ def _line(start: tuple[float, float], end: tuple[float, float]) -> list[tuple[fl
     return [(x + 4 * bulge * t * (1 - t), y + (below - y) * t) for t in (i / 14 for i in range(15))]
 
 
-def _draw_circuit(axis, results: dict[str, Any], shape: tuple[int, int]) -> None:
+def _draw_circuit(axis: "Axes", found: Reading, shape: tuple[int, int]) -> None:
     from matplotlib.collections import LineCollection
     from matplotlib.colors import to_rgb
 
     n_layers, n_heads = shape
-    edges = [(*edge.split("->"), score) for edge, score in results["circuit"]]
+    edges = [(*edge.split("->"), score) for edge, score in found["circuit"]]
     # A head's q, k and v edges are one line; thousands of lines must be thin and pale to leave a picture.
     strength: dict[tuple[str, str], float] = {}
     for source, target, score in edges:
@@ -225,12 +183,12 @@ def _draw_circuit(axis, results: dict[str, Any], shape: tuple[int, int]) -> None
             if chosen:
                 x, y = zip(*chosen, strict=True)
                 axis.scatter(x, y, size, marker=marker, facecolor=face, edgecolor=edge, linewidth=0.8, zorder=order)
-    labels = {"ha": "center", "fontsize": 7, "color": INK}
+    labels: Any = {"ha": "center", "fontsize": 7, "color": INK}
     axis.text(*_offset("input", shape, 0.38), "input", va="bottom", **labels)
     axis.text(*_offset("logits", shape, -0.38), "logits", va="top", **labels)
     axis.text(n_heads + 0.2, 0.15, "MLP", va="bottom", **labels)
     heads = sum(node[0] == "a" for node in active)
-    n_edges = results["edges_at"]["0.9"]
+    n_edges = found["edges_at"]["0.9"]
     note = f"{n_edges:,} edges, {heads} of {n_layers * n_heads} heads"
     if n_edges > len(edges):  # a long circuit is listed in part (`discover`), and so it is drawn
         note = f"{n_edges:,} edges, the strongest {len(edges):,}\ndrawn: {heads} of {n_layers * n_heads} heads"

@@ -1,10 +1,12 @@
 """Pictures from rows. Nothing here knows about models or torch: what a figure needs lies in the Run as JSON."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-INK, GREY, LIGHT = "#1f2430", "#9aa3b2", "#d9dee7"
-BLUE = "#1f5fbf"  # colour-blind safe on white, prints as a dark grey
+from .style import BLUE, GREY, INK, LIGHT, pyplot, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def draw_flow(flow: dict[str, Any], path: str | Path) -> None:
@@ -13,13 +15,9 @@ def draw_flow(flow: dict[str, Any], path: str | Path) -> None:
     flow: {"base": ..., "sparse": ...}, each with `input`, `output` (strings), `edges` (how many are open)
     and `attention` [layer][head][query][key].
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     from matplotlib.patches import FancyArrowPatch
 
-    with plt.rc_context({"font.family": "sans-serif", "svg.fonttype": "none", "svg.hashsalt": "sparselens"}):
+    with pyplot() as plt:
         figure, axes = plt.subplots(2, 1, figsize=(6.6, 7.4))
         figure.subplots_adjust(left=0.19, right=0.985, top=0.985, bottom=0.015, hspace=0.06)
         for axis, (title, name) in zip(axes, [("Base Model", "base"), ("Sparse Model", "sparse")], strict=True):
@@ -33,11 +31,10 @@ def draw_flow(flow: dict[str, Any], path: str | Path) -> None:
         figure.text(
             0.022, 0.5, "Sparsity-Regularised Finetuning", rotation=90, va="center", ha="center", fontsize=12, color=INK
         )
-        figure.savefig(path, dpi=160, metadata={"Date": None} if str(path).endswith("svg") else None)
-        plt.close(figure)
+        save(figure, path, dpi=160)
 
 
-def _draw_flow_panel(axis, title: str, rows: dict[str, Any]) -> None:
+def _draw_flow_panel(axis: "Axes", title: str, rows: dict[str, Any]) -> None:
     from matplotlib.collections import LineCollection
     from matplotlib.colors import to_rgb
     from matplotlib.patches import FancyBboxPatch
@@ -67,7 +64,7 @@ def _draw_flow_panel(axis, title: str, rows: dict[str, Any]) -> None:
             axis.text(-0.42, row, f"Layer {row - 1}", ha="right", va="center", fontsize=9, color=INK)
     for position in range(positions):
         unchanged = rows["input"][position] == rows["output"][position]
-        style = {"ha": "center", "va": "center", "fontsize": 13, "family": "monospace"}
+        style: Any = {"ha": "center", "va": "center", "fontsize": 13, "family": "monospace"}
         axis.text(position, -0.48, rows["input"][position], color=INK, **style)
         axis.text(position, n_layers + 0.48, rows["output"][position], color=GREY if unchanged else INK, **style)
     axis.text(-1.6, n_layers + 1.12, title, fontsize=12, fontweight="bold", va="center", color=INK)

@@ -1,5 +1,6 @@
 """Attention, for the page: what report_rows left in the Run, packed to a budget."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 
 from ...runs.run import Run
 from ..packing import finite, pack_margins, pack_weights
+from . import Section, Shown
 
 BUDGET = 3_200_000  # characters of base64 for all prompts; the page stays under 5 MB
 
@@ -75,3 +77,12 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         return load_file(path)
     except Exception as error:  # safetensors has its own error type; all mean a damaged or missing file
         raise ValueError(f"{path} cannot be read ({error}); remove its folder and build the report again") from error
+
+
+def _shown(shown: Shown) -> dict[str, Any] | None:
+    return attention(shown.run, int(BUDGET * shown.share))
+
+
+SECTION = Section(
+    "attention", "Attention", _shown, lambda run: f"sparselens report {shlex.quote(str(run.path))}", place=30
+)

@@ -5,6 +5,7 @@ and measured changes) and the Graph itself (graph.json, graph.safetensors). The 
 features of the Graph, the most influential first.
 """
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from ...runs.run import Run, read_json
 from ..packing import finite, short
+from . import Section
 
 MOST_LINKS = 40  # of an edge's departure and arrival each
 MOST_NODES, MOST_EDGES = 400, 3000
@@ -165,3 +167,13 @@ def features(folder: Path) -> dict[str, Any] | None:
             "total_edges": int(table["edge_kept"].sum()),
         }
     )
+
+
+def _command(run: Run) -> str:
+    folder = shlex.quote(str(run.path))
+    addition = run.record.get("config", {}).get("model") == "addition"
+    prompt = "36+28=?????" if addition else 'The opposite of "large" is "'
+    return f"sparselens trace {folder} --transcoder TRANSCODER --prompt '{prompt}' --out {folder}/trace"
+
+
+SECTION = Section("attribution", "Attribution", lambda shown: traces(shown.run), _command, place=50)

@@ -7,121 +7,115 @@ A point of the curve is a circuit that was run: the best n edges, dead ends remo
 3. For every measured size find the prefix that has exactly this many live edges (their number only grows).
 """
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...circuits.circuit import Circuit
+from ...circuits.rows import ComparisonRows, Reading, Results, TaskRow, comparison, wording
 from ...models.component_graph import Components
 from ...runs.run import Run, read_json
 from ..packing import finite, short
+from . import Section
 
 MOST = 3000  # edges to draw per model
 ROLES = ("dense", "control", "sparse")
+DRAWN = ("circuit", "columns", "length")  # of a reading: what is told otherwise
 
 
 def circuits(run: Run) -> dict[str, Any] | None:
     """Every task's comparison found in the Run, as {"tasks": [...], "names": {...}}; None where there is none."""
     tasks: list[dict[str, Any]] = []
     names: dict[str, str] = {}
-    problems: list[str] = []
-    for path, found in comparisons(run.path):
-        if "error" in found:
-            problems.append(found["error"])
-            continue
-        names |= found.get("names", {})
+    found, problems = comparisons(run.path)
+    for path, rows in found:
+        names |= rows.get("names", {})
         known = {task["name"] for task in tasks}
-        tasks += [_task(name, row, path) for name, row in found["tasks"].items() if name not in known]
+        tasks += [_task(name, row, path) for name, row in rows["tasks"].items() if name not in known]
     if not tasks and not problems:
         return None
     return {"tasks": tasks, "names": names, "problems": problems}
 
 
-def comparisons(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """(file, comparison) wherever one may lie: the demo's circuits.json, results.json of compare and discover.
+def comparisons(folder: Path) -> tuple[list[tuple[Path, ComparisonRows]], list[str]]:
+    """(file and comparison, wherever one may lie; what was looked for and not found).
 
-    A result of `discover`, one model alone, becomes a comparison with one model.
+    Files: the demo's circuits.json, results.json of compare and discover.
     """
     fixed = [folder / "circuits.json", folder / "circuits" / "results.json"]
-    read = []
+    found, problems = [], []
     for path in [*fixed, *sorted((folder / "circuits").glob("*/results.json"))]:
         if not path.is_file():
             continue
-        found = read_json(path)
-        if not isinstance(found, dict):
+        value = read_json(path)
+        if not isinstance(value, dict):
             raise ValueError(f"{path} is damaged: expected an object; run the comparison again or remove it")
-        if "tasks" not in found and "curve" in found:
-            role = "sparse" if found.get("sparse") else "dense"
-            found = {"names": {role: found.get("model", role)}, "tasks": {found["task"]: {"models": {role: found}}}}
-        if "tasks" in found or "error" in found:
-            read.append((path, found))
-    return read
+        rows = comparison(value, path)
+        if rows is not None:
+            found.append((path, rows))
+        elif "error" in value:
+            problems.append(str(value["error"]))
+    return found, problems
 
 
-def _task(name: str, row: dict[str, Any], path: Path) -> dict[str, Any]:
-    models = {role: _model(row["models"][role], path, name, role) for role in ROLES if role in row["models"]}
-    return finite(
-        {
-            "name": name,
-            "metric": next(iter(row["models"].values())).get("metric"),
-            "thresholds": row.get("thresholds", {}),
-            "thresholds_control": row.get("thresholds_control", {}),
-            "mean_multiplier": row.get("mean_multiplier", {}),
-            "overlap": row.get("overlap"),
-            "models": models,
-            "attention": _attention_edges(row),
-        }
-    )
-
-
-def _attention_edges(row: dict[str, Any]) -> dict[str, Any] | None:
-    """The same curves over single attention edges (layer, head, query, key), where they were measured."""
-    models = {
-        role: _token_model(row["models"][role]["attention_edges"], row["models"][role]["n_layers"])
-        for role in ROLES
-        if role in row["models"] and row["models"][role].get("attention_edges")
+def _task(name: str, row: TaskRow, path: Path) -> dict[str, Any]:
+    models = {role: row["models"][role] for role in ROLES if role in row["models"]}
+    readings = dict.fromkeys(reading for model in models.values() for reading in model["readings"])
+    return {
+        "name": name,
+        "metric": next(iter(models.values())).get("metric"),
+        "overlap": row.get("overlap"),
+        "models": {role: _model(model) for role, model in models.items()},
+        "readings": [_reading(reading, name, models, path) for reading in readings],
+        "multipliers": finite(row.get("multipliers", {})),
     }
-    if not models:
-        return None
-    thresholds = {
-        "thresholds": row.get("attention_edges", {}),
-        "thresholds_control": row.get("attention_edges_control", {}),
+
+
+def _model(results: Results) -> dict[str, Any]:
+    """What belongs to the model, whatever the reading."""
+    told = ("task", "metric", "model", "readings", "seconds")
+    found = {name: value for name, value in results.items() if name not in told}
+    if "open_edges" in results:
+        found["open_edges"] = {k: v for k, v in results["open_edges"].items() if k not in ("open", "columns")}
+    return finite(found)  # type: ignore[no-any-return]
+
+
+def _reading(reading: str, task: str, models: dict[str, Results], path: Path) -> dict[str, Any]:
+    """One reading of a task, in words and for every model it was measured in.
+
+    picture: how its circuits are drawn: as a graph of components, on tokens, or not at all.
+    """
+    words, shown = wording(reading), {}
+    picture = None
+    for role, results in models.items():
+        found = results["readings"].get(reading)
+        if not found:
+            continue
+        picture = "tokens" if "columns" in found else "graph" if reading == "components" else None
+        drawn = _on_tokens(found) if picture == "tokens" else {}
+        if picture == "graph":
+            edges, prefix = drawable(results, _whole(path.parent, task, role))
+            drawn = {"edges": edges, "prefix": prefix}
+        numbers = {name: value for name, value in found.items() if name not in DRAWN}
+        shape = {"n_layers": results["n_layers"], "n_heads": results["n_heads"]}
+        shown[role] = finite(numbers) | drawn | shape
+    title = task if reading == "components" else f"{task}: {words.label.lower()}"
+    return {"name": reading, "title": title, "edges": words.edges, "picture": picture, "models": shown}
+
+
+def _on_tokens(found: Reading) -> dict[str, Any]:
+    """The attention edges behind a curve, best first, as columns: the first n are the circuit of size n."""
+    columns = list(zip(*found["circuit"], strict=True)) or [()] * len(found["columns"])
+    digits = {"score": 6, "weight": 4}
+    return {
+        "tokens": found["tokens"],
+        "edges": {
+            name: short(list(column), digits.get(name, 6))
+            for name, column in zip(found["columns"], columns, strict=True)
+        },
     }
-    return thresholds | {"models": models}
-
-
-def _token_model(found: dict[str, Any], n_layers: int) -> dict[str, Any]:
-    """One model's curve, and the edges behind it, best first, as columns: the first n are the circuit of size n."""
-    kept = ("curve", "edges_at", "edges_at_interval", "n_edges", "n_alive", "n_prompts", "example")
-    places = [found["columns"].index(name) for name in ("layer", "head", "query", "key", "score")]
-    layer, head, query, key, score = ([edge[at] for edge in found["circuit"]] for at in places)
-    # Runs of earlier versions have no weights and no tokens; positions stand in for those.
-    weight = [edge[5] if len(edge) > 5 else None for edge in found["circuit"]]
-    edges = {
-        "layer": layer,
-        "head": head,
-        "query": query,
-        "key": key,
-        "score": short(score, 6),
-        "weight": short(weight, 4),
-    }
-    tokens = found.get("tokens") or [str(i) for i in range(found["length"])]
-    return {name: found[name] for name in kept} | {"n_layers": n_layers, "tokens": tokens, "edges": edges}
-
-
-def _model(results: dict[str, Any], path: Path, task: str, role: str) -> dict[str, Any]:
-    kept = (
-        "curve", "random", "edges_at", "edges_at_interval", "heads_at", "heads", "heads_curve", "n_layers", "n_heads",
-        "n_edges", "n_prompts", "n_prompts_scoring", "m_model", "m_nothing", "checks", "area_log",
-        "cpr", "cmd", "sparse",
-    )  # fmt: skip
-    found = {name: results[name] for name in kept if name in results}
-    tokens = results.get("token_edges")
-    if tokens:
-        found["token_edges"] = {key: value for key, value in tokens.items() if key not in ("open", "columns")}
-    edges, prefixes = drawable(results, _whole(path.parent, task, role))
-    return found | {"edges": edges, "prefix": prefixes, "settings": results.get("settings", {})}
 
 
 def _whole(folder: Path, task: str, role: str) -> Circuit | None:
@@ -131,8 +125,9 @@ def _whole(folder: Path, task: str, role: str) -> Circuit | None:
     return None
 
 
-def drawable(results: dict[str, Any], whole: Circuit | None, most: int = MOST) -> tuple[dict, list[int | None]]:
+def drawable(results: Results, whole: Circuit | None, most: int = MOST) -> tuple[dict[str, Any], list[int | None]]:
     """(edges, best first, as columns from, to, through, score; per measured size the prefix that is it, or None)."""
+    found = results["readings"]["components"]
     parallel = whole.components.parallel if whole else False
     c = whole.components if whole else Components(int(results["n_layers"]), int(results["n_heads"]), parallel)
     settings = results.get("settings", {})
@@ -141,13 +136,13 @@ def drawable(results: dict[str, Any], whole: Circuit | None, most: int = MOST) -
         order = whole.order(settings.get("selection", "top"), not signed)
         scores = whole.scores.ravel()
     else:
-        listed = sorted(results.get("circuit", []), key=lambda edge: -(edge[1] if signed else abs(edge[1])))
+        listed = sorted(found.get("circuit", []), key=lambda edge: -(edge[1] if signed else abs(edge[1])))
         places = [c.edge(name) for name, _ in listed]
         order = np.array([reader * c.n_writers + writer for reader, writer in places], dtype=int)
         scores = np.zeros(c.n_readers * c.n_writers)
         scores[order] = [score for _, score in listed]
     order = _live(c, order, most)
-    sizes = [int(n) for n in results["curve"]["edges"]]
+    sizes = [int(n) for n in found["curve"]["edges"]]
     prefixes = [_prefix(c, order, size) for size in sizes]
     readers, writers = np.divmod(order, c.n_writers)
     targets = [c.readers[r] for r in readers]
@@ -172,7 +167,7 @@ def _live(c: Components, order: np.ndarray, most: int) -> np.ndarray:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if c.prune(c.mask(order[:middle])).sum() <= most else (low, middle - 1)
     mask = c.prune(c.mask(order[:low])).ravel()
-    return order[:low][mask[order[:low]]]
+    return np.asarray(order[:low][mask[order[:low]]])
 
 
 def _prefix(c: Components, order: np.ndarray, size: int) -> int | None:
@@ -182,3 +177,14 @@ def _prefix(c: Components, order: np.ndarray, size: int) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if c.prune(c.mask(order[:middle])).sum() >= size else (middle + 1, high)
     return low if int(c.prune(c.mask(order[:low])).sum()) == size else None
+
+
+def _command(run: Run) -> str:
+    model = str(run.record.get("config", {}).get("model", "MODEL"))
+    folder = shlex.quote(str(run.path))
+    task = "addition" if model == "addition" else "ioi"
+    dense = f"{folder}/base/model" if model == "addition" else shlex.quote(model)
+    return f"sparselens compare {dense} {folder} --tasks {task} --out {folder}/circuits"
+
+
+SECTION = Section("circuits", "Circuits", lambda shown: circuits(shown.run), _command, place=40)

@@ -4,43 +4,42 @@ A verdict is {"state", "label", "detail"}; state is met, care, missed or open. E
 the Run's own numbers: no verdict is written by hand.
 """
 
-from pathlib import Path
 from typing import Any
 
+from ...circuits.rows import MEAN, wording
 from ...runs.run import Run
 from ..packing import finite
+from . import Section, Shown
+from .training import resume_command, title
 
 ROLES = ("base", "control", "sparse")
+OTHERS = {"dense": "dense base", "control": "dense control"}
 GOOD_COMPLETENESS = 1e-3
 
 
-def overview(run: Run, circuits: dict[str, Any] | None, traces: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(shown: Shown) -> dict[str, Any]:
     """Title, sentence, table, verdicts, provenance."""
+    run, circuits = shown.run, shown["circuits"]
     rows = _rows(run)
     name = "results.json" if run.record.get("kind") == "transcode" else "summary.json"
-    summary = run.read(name) if (run.path / name).is_file() else {}
+    results = run.read(name) if (run.path / name).is_file() else {}
     config = run.record.get("config", {})
-    return finite(
+    found: dict[str, Any] = finite(
         {
             "title": title(run),
             "kind": run.record.get("kind", "run"),
-            "sentence": _sentence(title(run), rows, summary, config),
+            "sentence": _sentence(title(run), rows, results, config),
             "table": [_table_row(role, rows.get(role), circuits) for role in ROLES if role in rows],
             "task": circuits["tasks"][0]["name"] if circuits and circuits["tasks"] else None,
-            "verdicts": verdicts(rows, summary, config, circuits, traces),
-            "facts": _facts(summary) if "fvu" in summary else [],
+            "verdicts": verdicts(rows, results, config, circuits, shown["attribution"]),
+            "facts": _facts(results) if "fvu" in results else [],
             "per_head": (rows.get("sparse") or {}).get("density_per_head"),
             "settings": _settings(config),
             "provenance": run.record.get("provenance", {}),
             "run": run.path.name,
         }
     )
-
-
-def title(run: Run) -> str:
-    """The model's name, without the folders on the way to it."""
-    name = str(run.record.get("config", {}).get("model") or run.path.name)
-    return Path(name).name if name.startswith((".", "/", "~")) or Path(name).exists() else name
+    return found
 
 
 def _rows(run: Run) -> dict[str, dict[str, Any]]:
@@ -83,10 +82,11 @@ def _table_row(role: str, row: dict[str, Any] | None, circuits: dict[str, Any] |
     names = ("loss", "loss_standard_error", "kl_to_base", "density", "edges_per_query", "exact", "sequences")
     found = {"role": role} | {name: row.get(name) for name in names}
     task = circuits["tasks"][0] if circuits and circuits["tasks"] else None
-    model = task["models"].get("dense" if role == "base" else role) if task else None
-    if model:
-        found["circuit_edges"] = model["edges_at"].get("0.9")
-        found["circuit_total"] = model["n_edges"]
+    name = "dense" if role == "base" else role
+    if task and name in task["models"]:
+        graph, model = task["readings"][0]["models"][name], task["models"][name]
+        found["circuit_edges"] = graph["edges_at"].get("0.9")
+        found["circuit_total"] = graph["n_edges"]
         found["heads"] = model.get("heads_at", {}).get("0.9")
         found["heads_total"] = model["n_layers"] * model["n_heads"]
     return found
@@ -198,29 +198,23 @@ def _on_unseen(sparse, base, control, summary, config, kl: bool) -> list[dict[st
 
 
 def _of_circuit(task: dict[str, Any]) -> list[dict[str, str]]:
-    found, name = [], task["name"]
-    tokens = task.get("attention") or {}
-    control = "against the control"
-    rows = {
-        "thresholds": (f"Circuit of {name}", "dense base", task.get("thresholds", {})),
-        "thresholds_control": (f"Circuit of {name}, {control}", "dense control", task.get("thresholds_control", {})),
-        "attention_edges": (f"Attention edges of {name}", "dense base", tokens.get("thresholds", {})),
-        "attention_edges_control": (
-            f"Attention edges of {name}, {control}", "dense control", tokens.get("thresholds_control", {})
-        ),
-    }  # fmt: skip
-    for key, (label, other, thresholds) in rows.items():
-        m, mean = thresholds.get("0.9"), task.get("mean_multiplier", {}).get(key)
-        if m:
+    found = []
+    for reading, baselines in task.get("multipliers", {}).items():
+        for baseline, thresholds in baselines.items():
+            m, mean = thresholds.get("0.9"), thresholds.get(MEAN)
+            if not m:
+                continue
             state = "met" if m["low"] > 1 else "missed" if m["high"] < 1 else "care"
             times = m["multiplier"]
             text = f"{times:.1f}x fewer" if times >= 1 else f"{1 / times:.1f}x more"
             detail = (
-                f"for 90 % of the effect {m['dense_edges']:,} edges in the {other}, {m['sparse_edges']:,} in the "
-                f"sparse model: {text} (ratio {m['low']:.2g} to {m['high']:.2g}, n = {m['n_prompts']} prompts)"
+                f"for 90 % of the effect {m['dense_edges']:,} edges in the {OTHERS[baseline]}, {m['sparse_edges']:,} "
+                f"in the sparse model: {text} (ratio {m['low']:.2g} to {m['high']:.2g}, n = {m['n_prompts']} prompts)"
             )
             if mean:
                 detail += f"; mean ratio from 50 to 95 %: {mean['multiplier']:.2g}"
+            label = f"{wording(reading).label} of {task['name']}"
+            label += "" if baseline == "dense" else f", against the {baseline}"
             found.append(_verdict(state, label, detail))
     return found
 
@@ -235,3 +229,6 @@ def _settings(config: dict[str, Any]) -> list[list[str]]:
         ("sequence length", config.get("text", {}).get("length")), ("seed", training.get("seed", config.get("seed"))),
     ]  # fmt: skip
     return [[name, str(value)] for name, value in wanted if value is not None]
+
+
+SECTION = Section("summary", "Summary", summary, resume_command, place=10)

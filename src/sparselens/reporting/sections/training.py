@@ -3,11 +3,13 @@
 A chart's line names a table and a column of `series`; every table has a column `step`.
 """
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 from ...runs.run import Metrics, Run
 from ..packing import short
+from . import Section
 
 MOST = 1500  # points per line
 MOST_COLUMNS = 80  # of a heat map over time
@@ -159,3 +161,20 @@ def thin(lines: list[dict[str, Any]], most: int = MOST) -> list[dict[str, Any]]:
 
 def _columns(lines: list[dict[str, Any]], *names: str) -> dict[str, list[Any]]:
     return {name: [line.get(name) for line in lines] for name in ("step", *names)}
+
+
+def resume_command(run: Run) -> str:
+    """What goes on with an unfinished Run: the command it was started with."""
+    again = str(run.record.get("provenance", {}).get("command", ""))
+    if not again.startswith(("sparselens sparsify ", "sparselens transcode ")):
+        again = f"sparselens sparsify {shlex.quote(title(run))} --data TEXT --out {shlex.quote(str(run.path))}"
+    return again if "--resume" in again.split() else f"{again} --resume"
+
+
+def title(run: Run) -> str:
+    """The model's name, without the folders on the way to it."""
+    name = str(run.record.get("config", {}).get("model") or run.path.name)
+    return Path(name).name if name.startswith((".", "/", "~")) or Path(name).exists() else name
+
+
+SECTION = Section("training", "Training", lambda shown: training(shown.run), resume_command, place=20)
