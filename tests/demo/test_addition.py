@@ -10,6 +10,7 @@ import sparselens as sl
 from sparselens.demo import walk as demo_module
 from sparselens.demo.addition import CHARACTERS, EXAMPLE, AdditionBatches, answer, encode, make_model
 from sparselens.evaluation.export import export
+from sparselens.models.loading import install_gates
 from sparselens.reporting.figures.flow import draw_flow
 from sparselens.runs.run import Run
 
@@ -73,6 +74,21 @@ def test_demo_end_to_end(short, tmp_path):
     again = []
     demo_module.demo(tmp_path / "demo", show_progress=False, say=again.append)
     assert "is complete" in again[0] and any("exact sums" in line for line in again)
+
+
+def test_a_sum_is_traced_at_its_tens_digit(tmp_path):
+    dense, sparse = make_model(0), make_model(0)
+    for model, _ in (dense, sparse):
+        model.eval()
+    install_gates(sparse[0], sl.Gate(bias=1.0))
+    coders = [sl.Transcoder.random(4, 32, 64, seed=seed) for seed in (0, 1)]
+    rows = demo_module.trace_sum((sparse, coders[0]), (dense, coders[1]), (36, 28), tmp_path).rows
+    assert rows["tokens"] == list("36+28=?????") and rows["target"][0] | {"probability": 0} == {
+        "label": "6", "token": 6, "probability": 0, "weight": 1.0, "position": 9
+    }  # fmt: skip
+    names = {c["name"]: c["positions"] for c in rows["clusters"]}
+    assert names["?"] == [6, 7, 8, 9, 10] and names["3"] == [0] and names["6"] == [1] and "6 (output)" in names
+    assert rows["gated"] and (tmp_path / "figure4.svg").is_file()
 
 
 def test_interrupted_demo_goes_on(short, tmp_path, monkeypatch):

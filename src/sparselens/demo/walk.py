@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
-from ..attribution.commands import trace_demo
+from ..attribution.graph import Graph
+from ..attribution.trace import trace
 from ..circuits.compare import compare
-from ..config import Search, Sparsify, Training, Transcode
+from ..config import Search, Sparsify, Trace, Training, Transcode
 from ..models.loading import is_gated, load, save
+from ..reporting.figures.attribution import draw_trace_all
 from ..reporting.figures.circuits import draw_all
 from ..reporting.figures.flow import draw_flow
 from ..runs.run import Run, reading
@@ -32,6 +36,7 @@ from .addition import (
     make_model,
 )
 
+Loaded = tuple[nn.Module, PreTrainedTokenizerBase]
 DENSE = Training(
     steps=1200, batch=128, lr=3e-3, decay=0.9, evaluate_every=250, evaluate_sequences=500, checkpoint_every=500
 )
@@ -89,7 +94,7 @@ def demo(
         example = next(
             (pair for pair in batches.heldout_pairs[:20].tolist() if _both_right(base, sparse, *pair)), EXAMPLE
         )
-        flow = {"base": trace(base, *example), "sparse": trace(sparse, *example)}
+        flow = {"base": flow_of(base, *example), "sparse": flow_of(sparse, *example)}
         run.write("figure1.json", flow)
         for suffix in ("png", "svg"):
             draw_flow(flow, out / f"figure1.{suffix}")
@@ -163,9 +168,26 @@ def _features(
                 resume=(folder / "run.json").is_file(), show_progress=show_progress, say=lambda text: None,
             )  # fmt: skip
         transcoders[name] = Transcoder.load(folder)
-    trace_demo(base, sparse, transcoders["dense"], transcoders["sparse"], run.path / "trace", example)
+    trace_sum((sparse, transcoders["sparse"]), (base, transcoders["dense"]), example, run.path / "trace")
     results = {name: Run(run.path / "transcoders" / name).read("results.json") for name in transcoders}
     return {name: {key: row[key] for key in ("fvu", "l0")} for name, row in results.items()}
+
+
+def trace_sum(
+    sparse: tuple[Loaded, Transcoder], dense: tuple[Loaded, Transcoder], example: tuple[int, int], out: Path
+) -> Graph:
+    """One sum in both models: who brings the tens digit its digits, and figure 4 of it.
+
+    The sparse model comes first, so its strongest edge is the one both are asked about.
+    """
+    a, b = example
+    graph = trace(
+        *sparse, f"{a:02}+{b:02}={'?' * ANSWER}", f"{a + b:05}"[-2], against=dense, out=out,
+        names=("Sparse addition model", "Addition model"), settings=Trace(position=POSITIONS - 2, checks=10),
+    )  # fmt: skip
+    assert graph.rows is not None
+    draw_trace_all(graph.rows, out)
+    return graph
 
 
 def _both_right(base, sparse, a: int, b: int) -> bool:
@@ -173,7 +195,7 @@ def _both_right(base, sparse, a: int, b: int) -> bool:
     return answer(base, a, b) == answer(sparse, a, b) == f"{a + b:05}"
 
 
-def trace(model, a: int, b: int) -> dict[str, Any]:
+def flow_of(model, a: int, b: int) -> dict[str, Any]:
     """What figure 1 shows of one model: input, output, and the attention [layer][head][query][key] of one sum."""
     inputs = encode(torch.tensor([[a, b]]))["input_ids"]
     options: dict[str, Any] = {"gate_output": "pattern"} if is_gated(model) else {}
