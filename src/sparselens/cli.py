@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional
 
+from . import demo as demo  # registers its task and data, as a user's module would
 from .config import Search, Sparsify, Text, Trace, Transcode
 from .runs import distributed
 
@@ -113,7 +114,7 @@ class Evaluate:
         evaluate(
             list(self.models), data=list(self.data), sequences=self.sequences, benchmarks=names,
             questions=self.questions, limit=self.limit, behaviour=self.behaviour, prompts=self.prompts,
-            tasks=list(self.tasks), json_path=self.json,
+            tasks=list(self.tasks), json=self.json,
         )  # fmt: skip
 
 

@@ -25,16 +25,8 @@ from ..training.loop import Stage, train
 from ..training.sparsify import sparsify_into
 from ..transcoders.transcode import transcode
 from ..transcoders.transcoder import Transcoder
-from .addition import (
-    ANSWER,
-    CHARACTERS,
-    EXAMPLE,
-    POSITIONS,
-    AdditionBatches,
-    answer,
-    encode,
-    make_model,
-)
+from .addition import CHARACTERS, EXAMPLE, POSITIONS, AdditionBatches, answer, encode, make_model
+from .task import ANSWER, prompt_of
 
 Loaded = tuple[nn.Module, PreTrainedTokenizerBase]
 DENSE = Training(
@@ -59,6 +51,10 @@ SPARSE = Sparsify(
     ),
 )
 
+ABOUT = {  # what the report should know of these models
+    "name": "The addition model", "task": "addition", "exact": True, "filled": ANSWER,
+    "prompts": [prompt_of(text) for text in ("36+28", "7+95", "50+50", "86+19")],
+}  # fmt: skip
 FEATURES = Transcode(
     features=256, k=8, sparsity=0.01, sparsity_warmup=0.2, steps=500, batch=64, lr=3e-3, decay=0.3, dead_after=20_000,
     evaluate_every=500, evaluate_sequences=500, checkpoint_every=500,
@@ -82,12 +78,13 @@ def demo(
     began = time.perf_counter()
     sparse_settings = dataclasses.replace(SPARSE, training=dataclasses.replace(SPARSE.training, seed=seed))
     dense_settings = dataclasses.replace(DENSE, seed=seed)
-    asked = {"model": "addition", "seed": seed, "dense": dataclasses.asdict(dense_settings)}
-    asked |= dataclasses.asdict(sparse_settings)
+    batches = AdditionBatches(seed)
+    asked = {"model": "addition", "seed": seed, "data": batches.describe(), **dataclasses.asdict(sparse_settings)}
+    asked["dense"] = dataclasses.asdict(dense_settings)
     resume = (out / "run.json").is_file()
     run = Run.create(out, "demo", asked, resume)
     try:
-        batches = AdditionBatches(seed)
+        run.write("about.json", ABOUT)
         base, tokenizer = _dense(run, batches, dense_settings, resume, show_progress, say)
         quiet: dict[str, Any] = {"resume": resume, "show_progress": show_progress, "say": lambda text: None}
         sparse = sparsify_into(run, base, tokenizer, batches, sparse_settings, **quiet)
@@ -182,7 +179,7 @@ def trace_sum(
     """
     a, b = example
     graph = trace(
-        *sparse, f"{a:02}+{b:02}={'?' * ANSWER}", f"{a + b:05}"[-2], against=dense, out=out,
+        *sparse, prompt_of(f"{a}+{b}"), f"{a + b:05}"[-2], against=dense, out=out,
         names=("Sparse addition model", "Addition model"), settings=Trace(position=POSITIONS - 2, checks=10),
     )  # fmt: skip
     assert graph.rows is not None
