@@ -1,14 +1,15 @@
 """Sequences that are made instead of read, by name: how those of a Run are made again."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .batches import Batches
+if TYPE_CHECKING:
+    from .batches import Batches
 
-_MAKERS: dict[str, Callable[[Mapping[str, Any]], Batches]] = {}
+_MAKERS: "dict[str, Callable[[Mapping[str, Any]], Batches]]" = {}
 
 
-def register_data(name: str, make: Callable[[Mapping[str, Any]], Batches]) -> None:
+def register_data(name: str, make: "Callable[[Mapping[str, Any]], Batches]") -> None:
     """Say how to make sequences again whose `describe()` has this `name`; `make` is given that description.
 
     A Run keeps the description of what it was trained on: with this, `evaluate` finds the Run's own held-out sequences.
@@ -16,7 +17,7 @@ def register_data(name: str, make: Callable[[Mapping[str, Any]], Batches]) -> No
     _MAKERS[name] = make
 
 
-def make_again(description: Mapping[str, Any]) -> Batches | None:
+def make_again(description: Mapping[str, Any]) -> "Batches | None":
     """The sequences of this description; None where it has no name, as that of text."""
     name = description.get("name")
     if name is None:

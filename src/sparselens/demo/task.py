@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..data.registry import register_data
 from ..tasks import Pair, register_task
-from ..tasks.words import Words
 
 if TYPE_CHECKING:
+    from ..tasks.words import Words
     from .addition import AdditionBatches
 
 ANSWER = 5  # digits
@@ -26,7 +26,7 @@ def prompt_of(text: str) -> str:
 
 
 @register_task("addition", prompt=prompt_of)
-def addition(rng: random.Random, words: Words) -> Pair:
+def addition(rng: random.Random, words: "Words") -> Pair:
     a, b = rng.randrange(100), rng.randrange(100)
     while True:
         c, d = rng.randrange(100), rng.randrange(100)

@@ -94,6 +94,12 @@ class Dimensions:
     max_tokens: int  # longest sequence the model was made for
 
 
+def register_architecture(model_type: str, architecture: Architecture) -> None:
+    """Make a family known, by the `model_type` of its config. ValueError when another one has that name."""
+    if ARCHITECTURES.setdefault(model_type, architecture) != architecture:
+        raise ValueError(f"there is another architecture {model_type!r} already: {ARCHITECTURES[model_type]}")
+
+
 def architecture(config) -> Architecture:
     """The module names for this config; ValueError naming the supported families otherwise."""
     try:

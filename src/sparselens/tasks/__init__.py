@@ -20,9 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .prompts import Prompts
     from .words import Words
 
 Metric = Literal["logit", "probability", "log-probability"]
+# One's own: (prompts, logits at the reads [..., n, reads, vocabulary]) -> [..., n], larger for better; right above 0.
+Score = Callable[["Prompts", "Tensor"], "Tensor"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Task:
 
     name: str
     generate: Generator | None
-    metric: Metric = "logit"
+    metric: Metric | Score = "logit"
     pairs: tuple[Pair, ...] = ()  # a fixed list (a user's file) instead of a generator
     prompt: Callable[[str], str] | None = None  # what a person typed -> a prompt of the task; ValueError if it is none
 
@@ -60,12 +65,12 @@ def register_task(task: Task) -> Task: ...
 
 @overload
 def register_task(
-    task: str, metric: Metric = "logit", prompt: Callable[[str], str] | None = None
+    task: str, metric: Metric | Score = "logit", prompt: Callable[[str], str] | None = None
 ) -> Callable[[Generator], Generator]: ...
 
 
 def register_task(
-    task: Task | str, metric: Metric = "logit", prompt: Callable[[str], str] | None = None
+    task: Task | str, metric: Metric | Score = "logit", prompt: Callable[[str], str] | None = None
 ) -> Task | Callable[[Generator], Generator]:
     """Make a task known by its name to every verb and command: a Task, or, as a decorator, a generator of pairs."""
     if isinstance(task, Task):
