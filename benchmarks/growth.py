@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sparselens.attribution.trace import trace
+from sparselens.attribution.growth import attribution_graph
 from sparselens.circuits.circuit import Circuit
 from sparselens.circuits.faithfulness import log_sizes
 from sparselens.circuits.run import Patcher
@@ -198,7 +198,7 @@ def trace_prompt(tokens: int, layers: int, heads: int, prompts: int):
     model = model_of(layers, heads, tokens).requires_grad_(False)
     transcoder = Transcoder.random(layers, 256, WIDTH)
     words, ids = tokenizer(), torch.randint(0, VOCABULARY, (tokens,))
-    return lambda: trace(model, words, transcoder, ids, budget=128, edges_per_row=1024), [model, transcoder]
+    return lambda: attribution_graph(model, words, transcoder, ids, budget=128, edges_per_row=1024), [model, transcoder]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

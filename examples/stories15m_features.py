@@ -19,8 +19,7 @@ import torch
 from stories15m import Stories, sample
 
 import sparselens as sl
-from sparselens.attribution.commands import Traced, trace_prompt
-from sparselens.config import Trace, Transcode
+from sparselens.config import Transcode
 from sparselens.data.batches import Batches, separator_id
 from sparselens.models.architectures import dimensions
 from sparselens.reporting.figures.attribution import draw_trace
@@ -96,12 +95,13 @@ def train_and_trace(
     if only in ("dense", "sparse"):
         return
     rows = {name: json.loads((out / name / "results.json").read_text()) for name in sources}
-    models = [Traced(sources["sparse"], out / "sparse", "Sparse"), Traced(sources["dense"], out / "dense", "Dense")]
     traces = {}
     for name, (prompt, target) in prompts.items():
         print(f"\n== {prompt} -> {target}", flush=True)
-        traces[name] = trace_prompt(models, prompt, target, Trace(checks=20), say=print)
-        write_json(out / f"trace-{name}.json", traces[name])
+        traces[name] = sl.trace(
+            sources["sparse"], out / "sparse", prompt, target, against=(sources["dense"], out / "dense"),
+            names=("Sparse", "Dense"), checks=20, json=out / f"trace-{name}.json", say=print,
+        ).rows  # fmt: skip
         draw_trace(traces[name], out / f"figure4-{name}.png")
     write_json(out / "features.json", {"transcoders": rows, "provenance": provenance()})
     for name, row in traces.items():

@@ -223,14 +223,10 @@ def about_trace(mo):
 
 
 @app.cell
-def trace(run, sparse, tokenizer, transcoder):
-    from sparselens.attribution.commands import Traced, trace_prompt
-    from sparselens.config import Trace
-
-    traced = trace_prompt(
-        [Traced((sparse, tokenizer), transcoder, "sparse")], "36+28=?????", settings=Trace(position=9, checks=5),
-        out=run.path / "trace",
-    )  # fmt: skip
+def trace(run, sl, sparse, tokenizer, transcoder):
+    traced = sl.trace(
+        (sparse, tokenizer), transcoder, "36+28=?????", position=9, checks=5, names=["sparse"], out=run.path / "trace"
+    ).rows
     print(
         f"answer at position 9: {traced['target'][0]['label']}   completeness error {traced['completeness_error']:.0e}"
     )

@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from tiny_models import tiny_model, tiny_tokenizer
 
 import sparselens as sl
+from sparselens import tasks
 from sparselens.cli import main
 
 TEXT = "\n<|endoftext|>\n".join(" ".join(f"w{(i * j + j) % 62}" for j in range(40)) for i in range(200))
@@ -34,11 +36,65 @@ def test_help_teaches():
         assert word in result.stdout
 
 
+PROMISED = [
+    "load", "save", "add_gates", "push", "Gate", "gated_attention", "sparsify", "discover", "compare", "transcode",
+    "trace", "evaluate", "plan", "report", "studio", "export", "Run", "Circuit", "Graph", "Transcoder", "Task", "Pair",
+    "register_task", "register_data", "register_architecture",
+]  # fmt: skip
+
+
 def test_public_names():
+    assert set(PROMISED) <= set(sl.__all__) <= set(dir(sl))
     for name in sl.__all__:
-        assert callable(getattr(sl, name))
+        found = getattr(sl, name)
+        assert callable(found) and len(found.__doc__ or "") > 20, f"{name} does not say what it gives you"
+        assert not (Path(sl.__file__).parent / name).is_dir(), f"importing the package {name} would hide the function"
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = sl.nonsense
+
+
+def test_the_demo_is_known_without_torch():
+    """`--task addition` works because the task is registered when the program starts."""
+    check = (
+        "from sparselens import register_task, cli, tasks; import sys; tasks.find('addition');"
+        "print(any(m in sys.modules for m in ('torch', 'transformers')))"
+    )
+    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert result.stdout.strip() == "False", result.stderr
+
+
+def test_studio_serves_one_run(monkeypatch, tmp_path):
+    served = []
+    monkeypatch.setattr("sparselens.serving.studio.serve", lambda runs, port, say: served.append((runs, port)))
+    (tmp_path / "run.json").write_text('{"kind": "sparsify", "config": {}}')
+    sl.studio(sl.Run(tmp_path), 0)
+    sl.studio(str(tmp_path))
+    assert served == [([tmp_path], 0), ([tmp_path], 8765)]
+
+
+STRANGER = '''
+import sparselens as sl
+
+@sl.register_task("again")
+def again(rng, words):
+    """The last word once more: untrained models with tied embeddings can do that."""
+    before, word, other = rng.sample([f"w{i}" for i in range(62)], 3)
+    return sl.Pair(f"{before} {word}", f"{before} {other}", f" {word}", f" {other}")
+'''
+
+
+def test_a_stranger_adds_a_task_in_one_file(base, tmp_path, monkeypatch, capsys):
+    (tmp_path / "strangers_task.py").write_text(STRANGER)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(tasks, "_REGISTRY", tasks._REGISTRY.copy())  # other tests must not see it
+    __import__("strangers_task")
+    small = ["--prompts", "8", "--points", "4", "--steps", "2", "--no-tokens", "--no-random-control"]
+    main(["discover", str(base), "--task", "again", "--out", str(tmp_path / "found"), *small])
+    results = json.loads((tmp_path / "found" / "results.json").read_text())
+    assert results["task"] == "again" and (tmp_path / "found" / "circuit.json").is_file()
+    with pytest.raises(SystemExit):
+        main(["discover", str(base), "--task", "agian"])
+    assert "expected one of addition, again" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from sparselens import tasks
+from sparselens.data import registry
 from sparselens.models import architectures as sites
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -21,6 +22,7 @@ def test_blocks_run(page, tmp_path, monkeypatch):
     # Pages register families and tasks; other tests must not see them.
     monkeypatch.setattr(sites, "ARCHITECTURES", sites.ARCHITECTURES.copy())
     monkeypatch.setattr(tasks, "_REGISTRY", tasks._REGISTRY.copy())
+    monkeypatch.setattr(registry, "_MAKERS", registry._MAKERS.copy())
     blocks = list(BLOCK.finditer(text))
     assert len(blocks) == text.count("<!-- runs -->") > 0, "a marker without a python block right under it"
     names: dict = {"__name__": page}

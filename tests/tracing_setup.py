@@ -3,7 +3,7 @@
 import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
-import sparselens as sl
+from sparselens.attribution.growth import attribution_graph
 from sparselens.config import Gate
 from sparselens.models.loading import add_gates
 from sparselens.transcoders.transcoder import Transcoder
@@ -33,4 +33,4 @@ def traced(family="gpt2", gated=False, dtype=torch.float64, cross_layer=True, ta
         transcoder.input_hook = hook
         for threshold in transcoder.threshold:
             threshold.mul_(0.02)
-    return sl.trace(model, tiny_tokenizer(), transcoder, options.pop("prompt", PROMPT), target, **options)
+    return attribution_graph(model, tiny_tokenizer(), transcoder, options.pop("prompt", PROMPT), target, **options)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional
 
+from . import demo as demo  # registers its task and data, as a user's module would
 from .config import Search, Sparsify, Text, Trace, Transcode
 from .runs import distributed
 
@@ -113,7 +114,7 @@ class Evaluate:
         evaluate(
             list(self.models), data=list(self.data), sequences=self.sequences, benchmarks=names,
             questions=self.questions, limit=self.limit, behaviour=self.behaviour, prompts=self.prompts,
-            tasks=list(self.tasks), json_path=self.json,
+            tasks=list(self.tasks), json=self.json,
         )  # fmt: skip
 
 
@@ -237,17 +238,19 @@ class TraceCommand:
     settings: OmitArgPrefixes[Trace] = dataclasses.field(default_factory=Trace)
 
     def __call__(self) -> None:
-        from .attribution.commands import Traced, trace_command
+        against = (self.against, self.against_transcoder) if self.against and self.against_transcoder else None
+        if against is None and (self.against is not None or self.against_transcoder is not None):
+            raise ValueError("--against needs its own transcoder, --against-transcoder, and the other way round")
+        from .attribution.trace import trace
+        from .reporting.figures.attribution import draw_trace_all
 
-        models = [Traced(self.model, self.transcoder)]
-        if self.against is not None or self.against_transcoder is not None:
-            if self.against is None or self.against_transcoder is None:
-                raise ValueError("--against needs its own transcoder, --against-transcoder, and the other way round")
-            models.append(Traced(self.against, self.against_transcoder))
-        trace_command(
-            models, self.prompt, self.target, self.settings, clusters=self.clusters, edge=self.edge, out=self.out,
-            json=self.json,
+        graph = trace(
+            self.model, self.transcoder, self.prompt, self.target, settings=self.settings, clusters=self.clusters,
+            against=against, edge=self.edge, out=self.out, json=self.json, say=print,
         )  # fmt: skip
+        if self.out is not None and graph.rows is not None:
+            draw_trace_all(graph.rows, self.out)
+            print(f"trace.json, figure 4, the graph and clusters.json are in {self.out}")
 
 
 @dataclasses.dataclass(frozen=True)

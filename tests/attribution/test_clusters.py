@@ -232,7 +232,7 @@ def test_files_that_are_no_clusters(tmp_path):
 def test_the_main_edge_comes_from_elsewhere_and_matters_most(graph):
     clusters = find_clusters(graph)
     edges = cluster_edges(graph, clusters)
-    main = choose_edge(graph, clusters, edges)
+    main = choose_edge(clusters, edges)
     assert clusters[main.target].kind in ("say", "output")
     assert len(graph.tokens) - 1 not in clusters[main.source].positions
     rivals = [
@@ -245,16 +245,16 @@ def test_the_main_edge_comes_from_elsewhere_and_matters_most(graph):
 def test_an_edge_can_be_asked_for_by_name(graph):
     clusters = find_clusters(graph)
     edges = cluster_edges(graph, clusters)
-    edge = choose_edge(graph, clusters, edges, "w8 -> w4")
+    edge = choose_edge(clusters, edges, "w8 -> w4")
     assert (clusters[edge.source].name, clusters[edge.target].name) == ("w8", "w4")
     with pytest.raises(ValueError, match=r"of these clusters: <\|endoftext\|>, w3 @1"):
-        choose_edge(graph, clusters, edges, "w8 -> nothing")
+        choose_edge(clusters, edges, "w8 -> nothing")
     with pytest.raises(ValueError, match="nothing goes from 'w4' to 'w8'"):
-        choose_edge(graph, clusters, edges, "w4 -> w8")
-    missing = choose_edge(graph, clusters, edges, "w4 -> w8", strict=False)
+        choose_edge(clusters, edges, "w4 -> w8")
+    missing = choose_edge(clusters, edges, "w4 -> w8", strict=False)
     assert missing.weight == 0 and missing.pairs == []
     assert carry_clusters(graph, [edge, missing])[1].heads_for() == []
-    assert choose_edge(graph, clusters, edges, "say nothing -> w4", strict=False) == choose_edge(graph, clusters, edges)
+    assert choose_edge(clusters, edges, "say nothing -> w4", strict=False) == choose_edge(clusters, edges)
 
 
 # ---- targets at other positions --------------------------------------------------------------------------------------

@@ -4,7 +4,14 @@ import torch
 from tracing_setup import traced
 
 from sparselens.attribution.graph import BIAS, ERROR, FEATURE, POSITION, TOKEN
-from sparselens.attribution.interventions import agreement, check_changes, check_edges, check_top, intervene, table
+from sparselens.attribution.interventions import (
+    agreement,
+    check_changes,
+    check_edges,
+    check_top,
+    checks_as_text,
+    intervene,
+)
 from sparselens.models.hooks import capture, patch
 
 LAYERS = [0, 1]
@@ -220,7 +227,7 @@ def test_checks_of_edges():
         assert row["measured"] == pytest.approx(outcome.change[row["targets"][0]])
     assert agreement(rows)["pearson"] > 0.5
     assert agreement(rows, "direct", "measured_direct")["pearson"] > 0.9
-    text = table(graph, rows)
+    text = checks_as_text(graph, rows)
     assert text.count("\n") == 14 and "pearson" in text
 
     # Between groups: all sources removed together, targets added up with their weights.

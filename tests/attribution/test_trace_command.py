@@ -9,12 +9,9 @@ from tracing_setup import biased_model
 
 import sparselens as sl
 from sparselens.attribution.clusters import carry_clusters, cluster_edges, find_clusters
-from sparselens.attribution.commands import Traced, trace_demo, trace_prompt
 from sparselens.attribution.head_shares import carry
 from sparselens.cli import main
-from sparselens.config import Trace
 from sparselens.demo.addition import make_model
-from sparselens.models.loading import add_gates
 from sparselens.reporting.figures.attribution import _grid, _sentence, draw_trace, visible
 from sparselens.tasks.words import Words
 from sparselens.transcoders.transcoder import Transcoder
@@ -201,49 +198,29 @@ def test_a_transcoder_of_another_model(folder, tmp_path, capsys):
 
 
 def test_models_that_read_the_prompt_differently(folder):
-    digits = make_model(0)
-    models = [
-        Traced((biased_model("gpt2", dtype=torch.float32), tiny_tokenizer()), Transcoder.random(2, 48, 32), "a"),
-        Traced(digits, Transcoder.random(4, 16, 64), "b"),
-    ]
-    with pytest.raises(ValueError, match="b reads the prompt as other tokens than a"):
-        trace_prompt(models, "w3 w5", "w4")
-    with pytest.raises(ValueError, match="3 models"):
-        trace_prompt([models[0]] * 3, "w3")
+    digits = (make_model(0), Transcoder.random(4, 16, 64))
+    words = (biased_model("gpt2", dtype=torch.float32), tiny_tokenizer())
+    with pytest.raises(ValueError, match="the second model reads the prompt as other tokens"):
+        sl.trace(words, Transcoder.random(2, 48, 32), "w3 w5", "w4", against=digits)
+    with pytest.raises(ValueError, match="no tokenizer"):
+        sl.trace(words[0], Transcoder.random(2, 48, 32), "w3 w5")
+    with pytest.raises(ValueError, match="unknown setting 'depth'"):
+        sl.trace(words, Transcoder.random(2, 48, 32), "w3 w5", depth=3)
+    with pytest.raises(ValueError, match="one target"):
+        sl.trace(words, Transcoder.random(2, 48, 32), "w3 w5", ["w4", "w5"], say=print)
 
 
 def test_a_second_model_in_which_the_edge_does_not_exist():
     """All gates closed: nothing moves between positions, and that is a result, not an error."""
     closed = biased_model("gpt2", True, torch.float32, gate_bias=-1e4)
-    models = [
-        Traced((biased_model("gpt2", dtype=torch.float32), tiny_tokenizer()), Transcoder.random(2, 48, 32), "open"),
-        Traced((closed, tiny_tokenizer()), Transcoder.random(2, 48, 32), "closed"),
-    ]
-    for one in models:
-        one.name = "m"
-    rows = trace_prompt(models, PROMPT, "w4", Trace(checks=0))
+    words, coder = tiny_tokenizer(), Transcoder.random(2, 48, 32)
+    opened = (biased_model("gpt2", dtype=torch.float32), words)
+    second = ((closed, words), coder)
+    rows = sl.trace(opened, coder, PROMPT, "w4", against=second, names=("m", "m"), checks=0).rows
     assert (rows["model"], rows["against"]["model"]) == ("m, dense", "m, sparse")
     assert rows["main"]["n_heads_for_80"] >= 1
     other = rows["against"]["main"]
     assert (other["weight"], other["n_heads_for_80"], other["attention"]) == (0.0, 0, [])
-
-
-# ---- the demo --------------------------------------------------------------------------------------------------------
-
-
-def test_a_sum_is_traced_at_its_tens_digit(tmp_path):
-    dense, sparse = make_model(0), make_model(0)
-    for model, _ in (dense, sparse):
-        model.eval()
-    add_gates(sparse[0], sl.Gate(bias=1.0))
-    coders = [Transcoder.random(4, 32, 64, seed=seed) for seed in (0, 1)]
-    rows = trace_demo(dense, sparse, *coders, tmp_path)
-    assert rows["tokens"] == list("36+28=?????") and rows["target"][0] | {"probability": 0} == {
-        "label": "6", "token": 6, "probability": 0, "weight": 1.0, "position": 9
-    }  # fmt: skip
-    names = {c["name"]: c["positions"] for c in rows["clusters"]}
-    assert names["?"] == [6, 7, 8, 9, 10] and names["3"] == [0] and names["6"] == [1] and "6 (output)" in names
-    assert rows["gated"] and (tmp_path / "figure4.svg").is_file()
 
 
 # ---- figure 4 --------------------------------------------------------------------------------------------------------
@@ -298,6 +275,9 @@ def test_the_marked_cell_is_where_source_and_target_meet(compared, tmp_path):
 
 
 def test_tiny_models_of_other_families_are_traced(tmp_path):
-    models = [Traced((tiny_model("llama"), tiny_tokenizer()), Transcoder.random(2, 48, 32), "llama")]
-    rows = trace_prompt(models, PROMPT, "w4", out=tmp_path)
-    assert rows["completeness_error"] < 1e-4 and (tmp_path / "figure4.pdf").stat().st_size > 1000
+    rows = sl.trace(
+        tiny_model("llama"), tiny_tokenizer(), Transcoder.random(2, 48, 32), PROMPT, "w4", out=tmp_path
+    ).rows
+    assert rows["completeness_error"] < 1e-4
+    draw_trace(rows, tmp_path / "figure4.pdf")
+    assert (tmp_path / "figure4.pdf").stat().st_size > 1000

@@ -7,11 +7,15 @@ import pytest
 import torch
 
 import sparselens as sl
+from sparselens.data.registry import make_again
 from sparselens.demo import walk as demo_module
 from sparselens.demo.addition import CHARACTERS, EXAMPLE, AdditionBatches, answer, encode, make_model
 from sparselens.evaluation.export import export
+from sparselens.evaluation.side_by_side import evaluate
+from sparselens.models.loading import add_gates
 from sparselens.reporting.figures.flow import draw_flow
 from sparselens.runs.run import Run
+from sparselens.tasks import find
 
 
 def text_of(row):
@@ -66,6 +70,13 @@ def test_demo_end_to_end(short, tmp_path):
     assert (run.path / "trace" / "figure4.png").stat().st_size > 10_000
     assert "<!doctype html>" in (run.path / "report.html").read_text()[:200].lower()
     assert summary["features"].keys() == {"dense", "sparse"}
+    about = run.read("about.json")
+    assert about["task"] == "addition" and about["filled"] == 5 and "07+95=?????" in about["prompts"]
+    rows = evaluate(run, say=said.append)
+    written = run.read("evaluation.json")
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in written]), "the Run's own sums"
+    with pytest.raises(ValueError, match="not trained on text"):
+        evaluate(run.path, data="text.txt")
     export(run.path, tmp_path / "exported")
     assert "held-out loss" in (tmp_path / "exported" / "README.md").read_text()
     model, tokenizer = sl.load(tmp_path / "demo")
@@ -73,6 +84,21 @@ def test_demo_end_to_end(short, tmp_path):
     again = []
     demo_module.demo(tmp_path / "demo", show_progress=False, say=again.append)
     assert "is complete" in again[0] and any("exact sums" in line for line in again)
+
+
+def test_a_sum_is_traced_at_its_tens_digit(tmp_path):
+    dense, sparse = make_model(0), make_model(0)
+    for model, _ in (dense, sparse):
+        model.eval()
+    add_gates(sparse[0], sl.Gate(bias=1.0))
+    coders = [sl.Transcoder.random(4, 32, 64, seed=seed) for seed in (0, 1)]
+    rows = demo_module.trace_sum((sparse, coders[0]), (dense, coders[1]), (36, 28), tmp_path).rows
+    assert rows["tokens"] == list("36+28=?????") and rows["target"][0] | {"probability": 0} == {
+        "label": "6", "token": 6, "probability": 0, "weight": 1.0, "position": 9
+    }  # fmt: skip
+    names = {c["name"]: c["positions"] for c in rows["clusters"]}
+    assert names["?"] == [6, 7, 8, 9, 10] and names["3"] == [0] and names["6"] == [1] and "6 (output)" in names
+    assert rows["gated"] and (tmp_path / "figure4.svg").is_file()
 
 
 def test_interrupted_demo_goes_on(short, tmp_path, monkeypatch):
@@ -103,3 +129,17 @@ def test_figure_one_draws_every_open_edge_and_escapes_nothing_away(tmp_path):
     assert (tmp_path / "again.svg").read_text() == svg, "the same rows draw the same file"
     collections = re.findall(r'<g id="LineCollection_\d">(.*?)</g>', svg, re.S)
     assert [block.count("<path") for block in collections] == [1056, 1]
+
+
+def test_the_task_and_the_data_are_registered_like_a_users(tmp_path):
+    task = find("addition")
+    assert task.prompt("7+95") == task.prompt("07+95=?????") == "07+95=?????"
+    for wrong in ("7", "100+1", "a+b", "-1+2"):
+        with pytest.raises(ValueError, match="adds two numbers from 0 to 99"):
+            task.prompt(wrong)
+    batches = AdditionBatches(seed=5)
+    again = make_again(batches.describe())
+    assert torch.equal(again.heldout(0, 9)["input_ids"], batches.heldout(0, 9)["input_ids"])
+    assert make_again({"sources": {}}) is None
+    with pytest.raises(ValueError, match="nobody has registered the data 'sums'"):
+        make_again({"name": "sums"})

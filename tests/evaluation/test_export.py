@@ -1,12 +1,15 @@
 """A Run becomes a folder that can be published: same model, honest card."""
 
 import json
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 import yaml
 from tiny_models import tiny_model, tiny_tokenizer
 
+import sparselens as sl
 from sparselens.cli import main
 from sparselens.evaluation.export import export, short_name
 from sparselens.models.loading import load, save
@@ -67,6 +70,33 @@ def test_refusals(runs, tmp_path, capsys):
     assert not (tmp_path / "x").exists()
     main(["export", str(runs / "full"), "--out", str(tmp_path / "cli")])
     assert (tmp_path / "cli" / "README.md").is_file() and "cli" in capsys.readouterr().out
+
+
+class FakeHub:
+    """What `push` asks of huggingface_hub's HfApi."""
+
+    said: ClassVar[list] = []
+
+    def create_repo(self, name, private, exist_ok):
+        if name == "me/forbidden":
+            raise OSError("403 Forbidden\nRequest ID: 1")
+        self.said.append((name, private, exist_ok))
+        return type("RepoUrl", (str,), {"repo_id": name})(f"https://huggingface.co/{name}")
+
+    def upload_folder(self, repo_id, folder_path, commit_message):
+        self.said.append((repo_id, sorted(path.name for path in Path(folder_path).iterdir())))
+
+
+def test_push_publishes_what_export_writes(runs, monkeypatch):
+    monkeypatch.setattr("sparselens.evaluation.export.HfApi", FakeHub)
+    assert sl.push(sl.Run(runs / "full"), "me/sparse", private=True) == "https://huggingface.co/me/sparse"
+    created, (name, files) = FakeHub.said
+    assert created == ("me/sparse", True, True) and name == "me/sparse"
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(files)
+    with pytest.raises(ValueError, match=r"could not publish me/forbidden \(403 Forbidden\); log in"):
+        sl.push(runs / "full", "me/forbidden")
+    with pytest.raises(ValueError, match="not a name"):
+        sl.push(runs / "full", "not a name")
 
 
 def test_names_of_the_machine_stay_on_it():

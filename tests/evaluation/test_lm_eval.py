@@ -66,7 +66,7 @@ def test_missing_things_are_said_before_any_model_is_loaded(tmp_path, monkeypatc
 
     assert "no such folder of questions" in complain("--benchmarks", "piqa", "--questions", str(tmp_path / "none"))
     assert "give them, too" in complain("--questions", str(tmp_path))
-    assert "expected at least 1 question" in complain("--benchmarks", "piqa", "--limit", "0")
+    assert "limit=0: expected at least 1" in complain("--benchmarks", "piqa", "--limit", "0")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     assert "pip install 'sparselens[benchmarks]'" in complain("--benchmarks", "piqa")

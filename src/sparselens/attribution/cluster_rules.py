@@ -118,20 +118,28 @@ def check_rules(rules: Any, where: str = "clusters") -> None:
     if not isinstance(rules, dict) or not rules:
         raise ValueError(f"{where}: expected an object, name -> list of node ids or rule, such as {_EXAMPLE}")
     for name, rule in rules.items():
-        if isinstance(rule, list):
-            wrong = [node for node in rule if not isinstance(node, str)]
-            if wrong or not rule:
-                raise ValueError(f"{where}: {name!r} lists {wrong[:3] or 'nothing'}; expected node ids: {_EXAMPLE}")
-            continue
-        if not isinstance(rule, dict) or not rule or not set(rule) <= RULE_KEYS:
-            raise ValueError(f"{where}: {name!r} is {rule!r}; expected node ids, or some of {sorted(RULE_KEYS)}")
-        for key in ("positions", "layers"):
-            value = rule.get(key, [0, 0])
-            whole = isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
-            if not whole or (key == "layers" and len(value) != 2):
-                raise ValueError(f"{where}: {key} of {name!r} is {value!r}; expected whole numbers (layers: two)")
-        kinds = rule.get("kinds", [])
-        if not isinstance(kinds, list) or not set(kinds) <= set(KINDS[:BIAS]):
-            raise ValueError(f"{where}: kinds of {name!r} is {kinds!r}; expected some of {list(KINDS[:BIAS])}")
-        if not isinstance(rule.get("pushes", True), bool):
-            raise ValueError(f"{where}: pushes of {name!r} is {rule['pushes']!r}; expected true or false")
+        problem = _wrong_ids(name, rule) if isinstance(rule, list) else _wrong_rule(name, rule)
+        if problem:
+            raise ValueError(f"{where}: {problem}")
+
+
+def _wrong_ids(name: str, nodes: list[Any]) -> str | None:
+    wrong = [node for node in nodes if not isinstance(node, str)]
+    listed = f"{name!r} lists {wrong[:3] or 'nothing'}; expected node ids: {_EXAMPLE}"
+    return listed if wrong or not nodes else None
+
+
+def _wrong_rule(name: str, rule: Any) -> str | None:
+    if not isinstance(rule, dict) or not rule or not set(rule) <= RULE_KEYS:
+        return f"{name!r} is {rule!r}; expected node ids, or some of {sorted(RULE_KEYS)}"
+    for key in ("positions", "layers"):
+        value = rule.get(key, [0, 0])
+        whole = isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+        if not whole or (key == "layers" and len(value) != 2):
+            return f"{key} of {name!r} is {value!r}; expected whole numbers (layers: two)"
+    kinds = rule.get("kinds", [])
+    if not isinstance(kinds, list) or not set(kinds) <= set(KINDS[:BIAS]):
+        return f"kinds of {name!r} is {kinds!r}; expected some of {list(KINDS[:BIAS])}"
+    if not isinstance(rule.get("pushes", True), bool):
+        return f"pushes of {name!r} is {rule['pushes']!r}; expected true or false"
+    return None

@@ -250,11 +250,7 @@ def balance(graph: Graph, clusters: Sequence[Cluster]) -> list[dict[str, float]]
 
 
 def choose_edge(
-    graph: Graph,
-    clusters: Sequence[Cluster],
-    edges: Sequence[ClusterEdge],
-    asked: str | None = None,
-    strict: bool = True,
+    clusters: Sequence[Cluster], edges: Sequence[ClusterEdge], asked: str | None = None, strict: bool = True
 ) -> ClusterEdge:
     """The edge to look at: "source->target" by name, or the one from another position that matters most to the answer.
 
@@ -263,18 +259,28 @@ def choose_edge(
     strict=False, for the second of two models: an edge that does not exist here is one of weight 0, and where one of
     its clusters does not exist, the edge that matters most is taken instead.
     """
-    if asked is not None:
-        numbers = {c.name: i for i, c in enumerate(clusters)}
-        source, arrow, target = (part.strip() for part in asked.partition("->"))
-        known = arrow and source in numbers and target in numbers
-        if not known and strict:
-            raise ValueError(f"edge {asked!r}: expected source->target, of these clusters: {', '.join(numbers)}")
-        if known:
-            found = [e for e in edges if (e.source, e.target) == (numbers[source], numbers[target])]
-            if not found and strict:
-                to = ", ".join(clusters[e.source].name for e in edges if e.target == numbers[target])
-                raise ValueError(f"nothing goes from {source!r} to {target!r}, which is fed by {to or 'no cluster'}")
-            return found[0] if found else ClusterEdge(numbers[source], numbers[target], 0.0, 0.0)
+    found = None if asked is None else _named_edge(clusters, edges, asked, strict)
+    return found or _strongest_edge(clusters, edges)
+
+
+def _named_edge(
+    clusters: Sequence[Cluster], edges: Sequence[ClusterEdge], asked: str, strict: bool
+) -> ClusterEdge | None:
+    numbers = {c.name: i for i, c in enumerate(clusters)}
+    source, arrow, target = (part.strip() for part in asked.partition("->"))
+    if not arrow or source not in numbers or target not in numbers:
+        if not strict:
+            return None
+        raise ValueError(f"edge {asked!r}: expected source->target, of these clusters: {', '.join(numbers)}")
+    ends = (numbers[source], numbers[target])
+    found = next((e for e in edges if (e.source, e.target) == ends), None)
+    if found is None and strict:
+        to = ", ".join(clusters[e.source].name for e in edges if e.target == ends[1])
+        raise ValueError(f"nothing goes from {source!r} to {target!r}, which is fed by {to or 'no cluster'}")
+    return found or ClusterEdge(*ends, 0.0, 0.0)
+
+
+def _strongest_edge(clusters: Sequence[Cluster], edges: Sequence[ClusterEdge]) -> ClusterEdge:
     output = next(i for i, c in enumerate(clusters) if c.kind == "output")
     answers = {output, *(i for i, c in enumerate(clusters) if c.kind == "say")}
     into = [e for e in edges if e.target in answers and e.source not in answers]

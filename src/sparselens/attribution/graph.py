@@ -79,6 +79,7 @@ class Graph:
     node_kept: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))  # [n] bool
     edge_kept: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))  # [E] bool
     live: "Replacement | None" = field(default=None, repr=False, compare=False)  # the model it came from; not saved
+    rows: "dict[str, Any] | None" = field(default=None, repr=False, compare=False)  # trace.json, where it was asked for
 
     def __post_init__(self) -> None:
         if not len(self.influence):
@@ -267,7 +268,7 @@ class Graph:
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "live"}
+        parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("live", "rows")}
         tensors = {name: value.contiguous() for name, value in parts.items() if isinstance(value, Tensor)}
         save_file(tensors, folder / "graph.safetensors")
         write_json(folder / "graph.json", {n: v for n, v in parts.items() if n not in tensors} | {"format": 1})

@@ -313,7 +313,7 @@ def _correlation(a: Tensor, b: Tensor) -> float | None:
     return float(a @ b) / size if size > 0 else None
 
 
-def table(graph: Graph, rows: Sequence[Mapping[str, Any]]) -> str:
+def checks_as_text(graph: Graph, rows: Sequence[Mapping[str, Any]]) -> str:
     """Rows of `check_edges` as text, with their correlations."""
 
     def names(nodes: Sequence[int]) -> str:

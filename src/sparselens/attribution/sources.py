@@ -86,8 +86,8 @@ class Replacement:
 
     # ---- nodes ----
 
-    def table(self) -> dict[str, Tensor]:
-        """The columns of Graph's node table for all sources."""
+    def node_columns(self) -> dict[str, Tensor]:
+        """Graph's columns of nodes, for all sources."""
         t, n_layers = self.n_tokens, self.n_layers
         positions, layers = torch.arange(t), torch.arange(n_layers)
         n_positions = self.columns[POSITION].stop - self.columns[POSITION].start

@@ -40,7 +40,7 @@ def summarise(
     edge: "source->target", the one to look at closely; strict: whether it must exist (see clusters.choose_edge).
     """
     every = cluster_edges(graph, clusters)
-    main = choose_edge(graph, clusters, every, edge, strict)
+    main = choose_edge(clusters, every, edge, strict)
     edges = every[: settings.cluster_edges]
     if main not in edges:
         edges = [*edges[: settings.cluster_edges - 1], main]

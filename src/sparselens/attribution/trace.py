@@ -1,302 +1,190 @@
-"""From a model, a transcoder and a prompt to an attribution graph.
+"""`sparselens trace`: one prompt in one model or two, taken apart; its rows, its graph, its files.
 
-1. Freeze the model on the prompt (linear_model.py) and replace its MLPs by features and errors (sources.py).
-2. Targets: the likeliest next tokens, a named token, a difference of two, or any direction.
-3. Rows of the targets: every source's exact share.
-4. Grow: the feature through which most influence flows and which has no row yet gets one, in batches, up to the budget.
-5. Prune to the nodes and edges that hold most of the influence.
+1. Everything that can be wrong is checked, and both transcoders are read, before any model is loaded.
+2. Each model's attribution graph (growth.py). Both explain the same tokens and the same target: the first model's.
+3. Where files, rows or words were asked for: clusters, who carries the edges between them, and interventions
+   (summary.py). The second model's rows are those of the same edge.
+4. Files are written when all of that has worked: all of them or none.
 """
 
-import copy
-import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
-import torch
-from torch import Tensor, nn
-from tqdm import tqdm
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from ..models.architectures import base_model, dimensions
-from ..tasks.words import Words
-from .graph import BIAS, KINDS, LOGIT, Graph
-from .linear_model import TOLERANCE, Frozen, exact
-from .sources import Replacement
+from ..config import Trace
+from ..models.loading import Source, name_of, resolve
+from ..runs.run import Run, check_folder, check_writable, provenance, write_json
+from ..transcoders.transcoder import Transcoder
+from .cluster_rules import read_rules, rules_of
+from .clusters import Cluster, find_clusters
+from .graph import Graph
+from .growth import attribution_graph, prompt_ids
+from .neuronpedia import write_graph
+from .summary import summarise, tell
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from ..transcoders.transcoder import Transcoder
-
-ROUNDS = 24  # influence is computed anew about this many times while the graph grows
+Prompt = str | Sequence[int] | Tensor
+Features = str | Path | Run | Transcoder
+Verb = TypeVar("Verb", bound=Callable[..., Graph])
 
 
-@exact
+def _or_two_arguments(verb: Verb) -> Verb:
+    """Lets (model, tokenizer) also be given as two arguments."""
+
+    @functools.wraps(verb)
+    def call(source: Any, *others: Any, **options: Any) -> Graph:
+        if others and isinstance(others[0], PreTrainedTokenizerBase):
+            source, others = (source, others[0]), others[1:]
+        return verb(source, *others, **options)
+
+    return cast(Verb, call)
+
+
+@_or_two_arguments
 def trace(
-    model: nn.Module,
-    tokenizer: "PreTrainedTokenizerBase",
-    transcoder: "Transcoder",
-    prompt: str | Sequence[int] | Tensor,
+    source: Source,
+    transcoder: Features,
+    prompt: Prompt,
     target: Any = None,
     *,
-    position: int | None = None,
-    budget: int = 1000,
-    edges_per_row: int = 4096,
+    settings: Trace | None = None,
+    against: tuple[Source, Features] | None = None,
+    names: Sequence[str] = (),
+    clusters: str | Path | Mapping[str, Any] | None = None,
+    edge: str | None = None,
+    out: str | Path | None = None,
+    json: str | Path | None = None,
     mass: float = 0.95,
     most_targets: int = 10,
-    nodes: float = 0.8,
-    edges: float = 0.98,
-    memory_mb: float = 1024,
+    edges_per_row: int = 4096,
     show_progress: bool = False,
     say: Callable[[str], None] | None = None,
+    **overrides: Any,
 ) -> Graph:
     """The attribution graph of a prompt: who feeds whom, and how much, with every row adding up exactly.
 
+    source: a name, a path, a Run, or (model, tokenizer). transcoder: its Run, its folder, or the Transcoder itself.
     prompt: text, or token ids.
     target: None, the likeliest next tokens until their probabilities reach `mass` (at most `most_targets`); "small" or
     a token id, one token (a list: several); ("small", "large") or "small - large", a difference of two; a direction
     [d_model] that reads the normed end of the residual stream. Single tokens are read as logit minus the mean logit of
     the vocabulary, differences as they are; before a softcap, where the model has one (Gemma 2).
-    position: whose output is explained; None: the last. (Models that fill in several places at once answer earlier.)
-    budget: rows computed for features. edges_per_row: edges stored of each; the others are kept as exact sums.
-    nodes, edges: shares of the influence that pruning keeps. memory_mb: for gradients of rows computed together.
-    Computes in fp32, or in fp64 when the model is fp64; a half-precision model is copied to fp32 first.
+    settings: all of `Trace`; overrides: some of its fields by name, e.g. position=9, budget=100.
+
+    out: a folder for trace.json, the graph, clusters.json and the graph in Neuronpedia's format. json: a file for the
+    rows. against: a second model and its transcoder, put beside the first. say: hears the rows in words. With any of
+    these, one target is explained, and the rows are the graph's `rows`. names: what to call the models there.
+    clusters: rules, or a file of them (clusters.json); edge: "source->target", the one between clusters to look at
+    closely.
     """
-    if budget < 0 or edges_per_row < 1:
-        raise ValueError(f"budget={budget}, edges_per_row={edges_per_row}: expected at least 0 and 1")
-    if not 0 < mass <= 1 or most_targets < 1:
-        raise ValueError(f"mass={mass}, most_targets={most_targets}: expected a share up to 1, and at least 1")
-    if model.training:
-        raise ValueError("the model is in training mode, where dropout makes every run another one: call model.eval()")
-    ids = prompt_ids(model, tokenizer, prompt)
-    at = _position(position, len(ids))
-    if next(model.parameters()).dtype not in (torch.float32, torch.float64):
-        model = copy.deepcopy(model).float()
-    replacement = Replacement(_freeze(model, ids), transcoder)
-    chosen = choose_targets(replacement.frozen, tokenizer, target, mass, most_targets, at)
-    replacement.set_logits(
-        torch.stack([t.pop("direction") for t in chosen]), torch.stack([t.pop("constant") for t in chosen]), at
-    )
-    if say:
-        say(f"{len(ids)} tokens, {len(replacement.layer):,} active features, {len(chosen)} targets")
-    rows = _Rows(replacement, edges_per_row)
-    graph = grow(replacement, rows, chosen, tokenizer, prompt, budget, memory_mb, show_progress)
-    graph.settings |= {"budget": budget, "edges_per_row": edges_per_row, "nodes": nodes, "edges": edges}
-    return graph.prune(nodes, edges)
-
-
-def prompt_ids(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", prompt: Any) -> Tensor:
-    tokens = prompt
-    if isinstance(prompt, str):  # nothing but the token put in front is no prompt
-        tokens = Words(tokenizer).encode(prompt) if tokenizer(prompt, add_special_tokens=False)["input_ids"] else []
-    ids = torch.as_tensor(tokens, device=next(model.parameters()).device).flatten()
-    if len(ids) < 1:
-        raise ValueError(f"the prompt {prompt!r} has no tokens")
-    return ids
-
-
-def _position(position: int | None, n_tokens: int) -> int:
-    if position is None:
-        return n_tokens - 1
-    if not -n_tokens <= position < n_tokens:
-        raise ValueError(f"position={position}: the prompt has {n_tokens} tokens, positions 0 to {n_tokens - 1}")
-    return position % n_tokens
-
-
-def _freeze(model: nn.Module, ids: Tensor) -> Frozen:
-    longest = dimensions(base_model(model).config).max_tokens
-    if longest < len(ids):
-        raise ValueError(f"the prompt has {len(ids)} tokens, the model reads at most {longest}")
-    frozen = Frozen(model, ids)
-    if frozen.check > TOLERANCE:
-        message = f"the model in pieces is {frozen.check:.1e} of the largest logit away from the model itself"
-        if frozen.decoder.gates is None:
-            raise ValueError(f"{message}; this transformers version computes something we do not know of")
-        # A gate within rounding of its threshold may open in one order of summation and not in the other.
-        warnings.warn(f"{message}: a gate close to its threshold fell the other way", stacklevel=3)
-    return frozen
-
-
-# ---- targets ---------------------------------------------------------------------------------------------------------
-
-
-def choose_targets(
-    frozen: Frozen, tokenizer: "PreTrainedTokenizerBase", target: Any, mass: float = 0.95, most: int = 10, at: int = -1
-) -> list[dict[str, Any]]:
-    """Per target: label, token id (or None), probability (or None), weight (they sum to 1), direction [D], constant."""
-    probability = frozen.logits(capped=True, at=at).softmax(-1)
-    if isinstance(target, Tensor):
-        if target.shape != (frozen.dims.d_model,):
-            raise ValueError(f"a direction must have shape [{frozen.dims.d_model}]; got {list(target.shape)}")
-        direction = target.to(frozen.final)
-        return [_target("direction", None, None, 1.0, direction, direction.new_zeros(()))]
-    weight = frozen.unembed_weight
-    bias = weight.new_zeros(weight.shape[1]) if frozen.unembed_bias is None else frozen.unembed_bias
-    if isinstance(target, str) and " - " in target:
-        target = tuple(target.split(" - ", 1))
-    if isinstance(target, tuple):
-        if len(target) != 2:
-            raise ValueError(f"target={target!r}: a difference takes two tokens, ('small', 'large')")
-        plus, minus = (_token(tokenizer, t, weight.shape[1]) for t in target)
-        direction = weight[:, plus] - weight[:, minus]
-        label = f"{_text(tokenizer, [plus])} - {_text(tokenizer, [minus])}"
-        return [_target(label, None, None, 1.0, direction, bias[plus] - bias[minus])]
-    if target is None:
-        ranked, order = probability.sort(descending=True)
-        enough = int((ranked.cumsum(0) < mass).sum()) + 1
-        tokens = order[: min(enough, most)].tolist()
-    else:
-        tokens = [_token(tokenizer, t, weight.shape[1]) for t in (target if isinstance(target, list) else [target])]
-    total = float(probability[tokens].sum()) or 1.0
-    mean, mean_bias = weight.mean(1), bias.mean()
-    return [
-        _target(_text(tokenizer, [t]), t, p, p / total, weight[:, t] - mean, bias[t] - mean_bias)
-        for t, p in zip(tokens, probability[tokens].tolist(), strict=True)
-    ]
-
-
-def _target(
-    label: str, token: int | None, probability: float | None, weight: float, direction: Tensor, constant: Tensor
-):
-    return dict(
-        label=label, token=token, probability=probability, weight=weight, direction=direction, constant=constant
-    )  # fmt: skip
-
-
-def _text(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> str:
-    return str(tokenizer.decode(ids))
-
-
-def _token(tokenizer: "PreTrainedTokenizerBase", text: str | int, vocabulary: int) -> int:
-    if isinstance(text, int):
-        if not 0 <= text < vocabulary:
-            raise ValueError(f"target token {text}: the vocabulary has {vocabulary} tokens")
-        return text
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    if len(ids) != 1:
-        pieces = [_text(tokenizer, [i]) for i in ids]
-        raise ValueError(
-            f"target {text!r} is {len(ids)} tokens, {pieces}: name a single one "
-            "(with its leading space, if it has one), or give its id"
-        )
-    return ids[0]
-
-
-# ---- growth ----------------------------------------------------------------------------------------------------------
-
-
-class _Rows:
-    """Rows of edges as they are computed: the largest edges of each, exact sums of the others."""
-
-    def __init__(self, replacement: Replacement, most: int):
-        self.replacement, self.most = replacement, most
-        self.n_free = replacement.columns[BIAS].start  # columns before the biases
-        self.targets: list[Tensor] = []
-        self.lengths: list[Tensor] = []
-        self.parts: dict[str, list[Tensor]] = {
-            name: [] for name in ("source", "weight", "row_value", "row_sum", "row_abs", "rest", "rest_abs")
-        }
-
-    def add(self, ids: Tensor) -> None:
-        """Compute the rows of these targets and keep what is worth keeping."""
-        values = self.replacement.values(ids)
-        rows = self.replacement.rows(self.replacement.reads(ids))
-        edges, biases = rows[:, : self.n_free], rows[:, self.n_free :]
-        magnitude = edges.abs()
-        # Exact zeros (later positions, higher layers, closed gates) are no edges.
-        most = min(self.most, int((magnitude > 0).sum(1).max()) if len(edges) else 0, self.n_free)
-        kept = magnitude.topk(most, 1).indices.sort(1).values
-        mask = torch.zeros_like(edges, dtype=torch.bool).scatter_(1, kept, True) & (magnitude > 0)
-        dropped = edges.masked_fill(mask, 0)
-        rest = torch.zeros(len(ids), len(KINDS), dtype=torch.float64)
-        rest_abs = rest.clone()
-        for kind, columns in enumerate(self.replacement.columns[:BIAS]):
-            rest[:, kind] = dropped[:, columns].sum(1, dtype=torch.float64).cpu()
-            rest_abs[:, kind] = dropped[:, columns].abs().sum(1, dtype=torch.float64).cpu()
-        full = torch.cat([mask, torch.ones_like(biases, dtype=torch.bool)], 1)
-        place = full.nonzero()
-        self.targets.append(ids.cpu())
-        self.lengths.append(full.sum(1).cpu())
-        found = dict(
-            source=place[:, 1], weight=rows[full], row_value=values, row_sum=rows.sum(1, dtype=torch.float64),
-            row_abs=magnitude.sum(1), rest=rest, rest_abs=rest_abs,
-        )  # fmt: skip
-        for name, value in found.items():
-            self.parts[name].append(value.cpu())
-
-    def tables(self) -> dict[str, Tensor]:
-        lengths = torch.cat(self.lengths)
-        first = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        # Joined once and kept joined: growth asks again and again.
-        self.parts = {name: [torch.cat(parts)] for name, parts in self.parts.items()}
-        tables = {name: parts[0] for name, parts in self.parts.items()}
-        dtype = tables["weight"].dtype
-        tables |= {name: tables[name].to(dtype) for name in ("rest", "rest_abs")}
-        return tables | {"row_target": torch.cat(self.targets), "first": first}
-
-
-def grow(
-    replacement: Replacement, rows: _Rows, targets: list[dict[str, Any]], tokenizer: "PreTrainedTokenizerBase",
-    prompt: Any, budget: int, memory_mb: float, show_progress: bool,
-) -> Graph:  # fmt: skip
-    """Rows of the logits, then of the most influential features without one, until the budget is spent."""
-    device = replacement.error.device
-    at_once = replacement.at_once(memory_mb)
-    n_features = len(replacement.layer)
-    budget = min(budget, n_features)
-    logits = replacement.n_sources + torch.arange(len(targets), device=device)
-    for part in logits.split(at_once):
-        rows.add(part)
-    graph = _graph(replacement, rows, targets, tokenizer, prompt)
-    done, bar = 0, tqdm(total=budget, desc="rows", disable=not show_progress)
-    while done < budget:
-        has_row = torch.zeros(n_features, dtype=torch.bool)
-        has_row[graph.row_target[len(targets) :]] = True
-        influence = graph.influence[:n_features].masked_fill(has_row, -1)
-        wanted = influence.topk(min(max(at_once, budget // ROUNDS), budget - done))
-        chosen = wanted.indices[wanted.values > 0]
-        if not len(chosen):
-            break  # what is left does not reach the targets
-        # By layer: a row needs the blocks below its target only.
-        chosen = chosen[replacement.layer[chosen.to(device)].cpu().argsort()]
-        for part in chosen.to(device).split(at_once):
-            rows.add(part)
-            bar.update(len(part))
-        done += len(chosen)
-        graph = _graph(replacement, rows, targets, tokenizer, prompt)
-    bar.close()
+    settings = _with(settings or Trace(), overrides)
+    summed_up = any(asked is not None for asked in (out, json, against, say))
+    _check(prompt, target, one_target=summed_up)
+    check_folder(None if out is None else Path(out))
+    check_writable(None if json is None else Path(json))
+    rules = read_rules(clusters) if isinstance(clusters, str | Path) else clusters
+    # Both transcoders before any model: a missing file should not cost the loading of a model.
+    models = [(source, _coder(transcoder)), *([] if against is None else [(against[0], _coder(against[1]))])]
+    growth = {name: getattr(settings, name) for name in ("position", "budget", "nodes", "edges", "memory_mb")} | {
+        "mass": mass, "most_targets": 1 if summed_up else most_targets, "edges_per_row": edges_per_row,
+        "show_progress": show_progress,
+    }  # fmt: skip
+    if not summed_up:
+        return _graph(*models[0], prompt, target, growth)
+    called = [*names, *(name_of(model) for model, _ in models[len(names) :])]
+    parts = _sum_up(models, called, prompt, target, growth, settings, rules, edge, say or (lambda text: None))
+    graph, rows = parts[0].graph, parts[0].rows | {"provenance": provenance()}
+    graph.rows = rows | ({"against": parts[1].rows} if against is not None else {})
+    if out is not None:
+        for part, folder in zip(parts, (Path(out), Path(out) / "against"), strict=False):
+            _write(part, rules, settings, folder)
+        write_json(Path(out) / "trace.json", graph.rows)
+    if json is not None:
+        write_json(Path(json), graph.rows)
     return graph
 
 
+def _with(settings: Trace, overrides: Mapping[str, Any]) -> Trace:
+    unknown = overrides.keys() - {field.name for field in fields(settings)}
+    if unknown:
+        raise ValueError(f"unknown setting {min(unknown)!r}; see sparselens trace --help for all of them")
+    return replace(settings, **overrides)
+
+
+def _check(prompt: Any, target: Any, one_target: bool) -> None:
+    if one_target and isinstance(target, list):
+        raise ValueError(f"target={target!r}: rows and files explain one target; leave out `out`, `json` and `against`")
+    if not isinstance(prompt, str):
+        return
+    if not prompt:
+        raise ValueError("the prompt is empty: give at least one token of text")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is not valid text at character {error.start} ({error.reason})") from None
+
+
+def _coder(transcoder: Features) -> Transcoder:
+    if isinstance(transcoder, Transcoder):
+        return transcoder
+    return Transcoder.load(transcoder.path if isinstance(transcoder, Run) else transcoder)
+
+
 def _graph(
-    replacement: Replacement,
-    rows: _Rows,
-    targets: list[dict[str, Any]],
-    tokenizer: "PreTrainedTokenizerBase",
-    prompt: Any,
+    source: Source, coder: Transcoder, prompt: Prompt, target: Any, growth: dict[str, Any], beside: Graph | None = None
 ) -> Graph:
-    frozen, transcoder = replacement.frozen, replacement.transcoder
-    ids = frozen.ids.tolist()
-    tables, nodes, tail = rows.tables(), replacement.table(), len(targets)
-    logits = {
-        "kind": torch.full((tail,), LOGIT),
-        "layer": torch.full((tail,), frozen.dims.n_layers),
-        "position": torch.full((tail,), replacement.logit_position),
-        "index": torch.tensor([-1 if t["token"] is None else t["token"] for t in targets]),
-        "value": tables["row_value"][:tail],
-    }
-    return Graph(
-        prompt=prompt if isinstance(prompt, str) else _text(tokenizer, ids),
-        tokens=[_text(tokenizer, [i]) for i in ids],
-        targets=targets,
-        n_layers=frozen.dims.n_layers,
-        n_heads=frozen.dims.n_heads,
-        settings={
-            "cross_layer": transcoder.cross_layer, "input_hook": transcoder.input_hook,
-            "gated": frozen.decoder.gates is not None,
-            "dtype": str(frozen.final.dtype).removeprefix("torch."), "n_active": len(replacement.layer),
-            "n_features": transcoder.n_features, "self_check": frozen.check,
-        },
-        **{name: torch.cat([nodes[name], logits[name].to(nodes[name])]) for name in nodes},
-        **tables,
-        live=replacement,
-    )  # fmt: skip
+    model, tokenizer = resolve(source)
+    if tokenizer is None:
+        raise ValueError("no tokenizer to read the prompt with: give (model, tokenizer) instead of the model alone")
+    ids = prompt_ids(model, tokenizer, prompt).tolist()
+    if beside is not None and beside.replacement().frozen.ids.tolist() != ids:
+        raise ValueError("the second model reads the prompt as other tokens than the first; compare related models")
+    coder = coder.to(next(model.parameters()).device)
+    return attribution_graph(model, tokenizer, coder, prompt, target, **growth)
+
+
+@dataclass
+class _Part:
+    """What one of the models gives."""
+
+    name: str
+    graph: Graph
+    clusters: list[Cluster]
+    rows: dict[str, Any]
+
+
+def _sum_up(
+    models: Sequence[tuple[Source, Transcoder]],
+    names: Sequence[str],
+    prompt: Prompt,
+    target: Any,
+    growth: dict[str, Any],
+    settings: Trace,
+    rules: Mapping[str, Any] | None,
+    edge: str | None,
+    say: Callable[[str], None],
+) -> list[_Part]:
+    """Graph and rows of each model; what was left open (target, edge) is the first one's choice."""
+    parts: list[_Part] = []
+    for (source, coder), name in zip(models, names, strict=True):
+        graph = _graph(source, coder, prompt, target, growth, beside=parts[0].graph if parts else None)
+        if names.count(name) > 1:  # a Run is often called like the model it began with
+            name = f"{name}, {'sparse' if graph.settings['gated'] else 'dense'}"
+        clusters = find_clusters(graph, rules, settings.layer_share)
+        rows = summarise(graph, clusters, settings, model=name, edge=edge, strict=not parts)
+        say(tell(rows))
+        parts.append(_Part(name, graph, clusters, rows))
+        target = graph.targets[0]["token"] if target is None else target
+        edge = edge or f"{rows['main']['source']}->{rows['main']['target']}"
+    return parts
+
+
+def _write(part: _Part, rules: Mapping[str, Any] | None, settings: Trace, folder: Path) -> None:
+    part.graph.save(folder)
+    write_json(folder / "clusters.json", rules or rules_of(part.graph))
+    slug = f"{part.name} {part.graph.prompt}"
+    write_graph(part.graph, part.clusters, folder, slug=slug, scan=part.name or "model", heads=settings.heads)

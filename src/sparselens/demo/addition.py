@@ -4,18 +4,19 @@ The model reads eleven characters and answers at the five question marks, all at
 4 layers of 4 heads there are 4 * 4 * 66 = 1,056 possible edges.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from .task import ANSWER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CHARACTERS = "0123456789+=?"
 POSITIONS = 11
-ANSWER = 5  # digits
 EXAMPLE = (36, 28)  # the sum of the picture; always held out
 
 
@@ -55,8 +56,8 @@ class AdditionBatches:
     def heldout(self, start: int, count: int) -> dict[str, Tensor]:
         return encode(self.heldout_pairs[torch.arange(start, start + count) % self.n_heldout])
 
-    def describe(self) -> dict:
-        return {"task": "addition", "seed": self.seed, "heldout_sequences": self.n_heldout, "length": self.length}
+    def describe(self) -> dict[str, Any]:
+        return {"name": "addition", "seed": self.seed, "heldout_sequences": self.n_heldout, "length": self.length}
 
 
 def make_model(seed: int = 0, dropout: float = 0.3) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":

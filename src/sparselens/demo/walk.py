@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
-from ..attribution.commands import trace_demo
+from ..attribution.graph import Graph
+from ..attribution.trace import trace
 from ..circuits.compare import compare
-from ..config import Search, Sparsify, Training, Transcode
+from ..config import Search, Sparsify, Trace, Training, Transcode
 from ..models.loading import is_gated, load, save
+from ..reporting.figures.attribution import draw_trace_all
 from ..reporting.figures.circuits import draw_all
 from ..reporting.figures.flow import draw_flow
 from ..runs.run import Run, reading
@@ -21,17 +25,10 @@ from ..training.loop import Stage, train
 from ..training.sparsify import sparsify_into
 from ..transcoders.transcode import transcode
 from ..transcoders.transcoder import Transcoder
-from .addition import (
-    ANSWER,
-    CHARACTERS,
-    EXAMPLE,
-    POSITIONS,
-    AdditionBatches,
-    answer,
-    encode,
-    make_model,
-)
+from .addition import CHARACTERS, EXAMPLE, POSITIONS, AdditionBatches, answer, encode, make_model
+from .task import ANSWER, prompt_of
 
+Loaded = tuple[nn.Module, PreTrainedTokenizerBase]
 DENSE = Training(
     steps=1200, batch=128, lr=3e-3, decay=0.9, evaluate_every=250, evaluate_sequences=500, checkpoint_every=500
 )
@@ -54,6 +51,10 @@ SPARSE = Sparsify(
     ),
 )
 
+ABOUT = {  # what the report should know of these models
+    "name": "The addition model", "task": "addition", "exact": True, "filled": ANSWER,
+    "prompts": [prompt_of(text) for text in ("36+28", "7+95", "50+50", "86+19")],
+}  # fmt: skip
 FEATURES = Transcode(
     features=256, k=8, sparsity=0.01, sparsity_warmup=0.2, steps=500, batch=64, lr=3e-3, decay=0.3, dead_after=20_000,
     evaluate_every=500, evaluate_sequences=500, checkpoint_every=500,
@@ -83,20 +84,21 @@ def demo(
     began = time.perf_counter()
     sparse_settings = dataclasses.replace(SPARSE, training=dataclasses.replace(SPARSE.training, seed=seed))
     dense_settings = dataclasses.replace(DENSE, seed=seed)
-    asked = {"model": "addition", "seed": seed, "dense": dataclasses.asdict(dense_settings)}
-    asked |= dataclasses.asdict(sparse_settings)
+    batches = AdditionBatches(seed)
+    asked = {"model": "addition", "seed": seed, "data": batches.describe(), **dataclasses.asdict(sparse_settings)}
+    asked["dense"] = dataclasses.asdict(dense_settings)
     resume = (out / "run.json").is_file()
     run = Run.create(out, "demo", asked, resume)
     run.write("about.json", ABOUT)
     try:
-        batches = AdditionBatches(seed)
+        run.write("about.json", ABOUT)
         base, tokenizer = _dense(run, batches, dense_settings, resume, show_progress, say)
         quiet: dict[str, Any] = {"resume": resume, "show_progress": show_progress, "say": lambda text: None}
         sparse = sparsify_into(run, base, tokenizer, batches, sparse_settings, **quiet)
         example = next(
             (pair for pair in batches.heldout_pairs[:20].tolist() if _both_right(base, sparse, *pair)), EXAMPLE
         )
-        flow = {"base": trace(base, *example), "sparse": trace(sparse, *example)}
+        flow = {"base": flow_of(base, *example), "sparse": flow_of(sparse, *example)}
         run.write("figure1.json", flow)
         for suffix in ("png", "svg"):
             draw_flow(flow, out / f"figure1.{suffix}")
@@ -171,9 +173,26 @@ def _features(
                 resume=(folder / "run.json").is_file(), show_progress=show_progress, say=lambda text: None,
             )  # fmt: skip
         transcoders[name] = Transcoder.load(folder)
-    trace_demo(base, sparse, transcoders["dense"], transcoders["sparse"], run.path / "trace", example)
+    trace_sum((sparse, transcoders["sparse"]), (base, transcoders["dense"]), example, run.path / "trace")
     results = {name: Run(run.path / "transcoders" / name).read("results.json") for name in transcoders}
     return {name: {key: row[key] for key in ("fvu", "l0")} for name, row in results.items()}
+
+
+def trace_sum(
+    sparse: tuple[Loaded, Transcoder], dense: tuple[Loaded, Transcoder], example: tuple[int, int], out: Path
+) -> Graph:
+    """One sum in both models: who brings the tens digit its digits, and figure 4 of it.
+
+    The sparse model comes first, so its strongest edge is the one both are asked about.
+    """
+    a, b = example
+    graph = trace(
+        *sparse, prompt_of(f"{a}+{b}"), f"{a + b:05}"[-2], against=dense, out=out,
+        names=("Sparse addition model", "Addition model"), settings=Trace(position=POSITIONS - 2, checks=10),
+    )  # fmt: skip
+    assert graph.rows is not None
+    draw_trace_all(graph.rows, out)
+    return graph
 
 
 def _both_right(base, sparse, a: int, b: int) -> bool:
@@ -181,7 +200,7 @@ def _both_right(base, sparse, a: int, b: int) -> bool:
     return answer(base, a, b) == answer(sparse, a, b) == f"{a + b:05}"
 
 
-def trace(model, a: int, b: int) -> dict[str, Any]:
+def flow_of(model, a: int, b: int) -> dict[str, Any]:
     """What figure 1 shows of one model: input, output, and the attention [layer][head][query][key] of one sum."""
     inputs = encode(torch.tensor([[a, b]]))["input_ids"]
     options: dict[str, Any] = {"gate_output": "pattern"} if is_gated(model) else {}

@@ -6,7 +6,11 @@ claimed that was not measured.
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub.utils import validate_repo_id
 
 from ..data.batches import first_token
 from ..models.loading import load, save
@@ -15,7 +19,7 @@ from ..runs.run import Run, check_folder, reading, whole_folder, write_bytes
 ADAPTER = "adapter_config.json"
 
 
-def export(run: str | Path, out: str | Path, merge: bool = True) -> Path:
+def export(run: str | Path | Run, out: str | Path, merge: bool = True) -> Path:
     """Write the sparse model of a Run as a Hugging Face folder with a README.md; returns the folder.
 
     merge: fold LoRA adapters into the weights. False keeps the adapter, which needs its base to be found again.
@@ -23,14 +27,14 @@ def export(run: str | Path, out: str | Path, merge: bool = True) -> Path:
     out = Path(out)
     if out.exists():
         raise ValueError(f"{out} exists already; choose another --out")
-    source = Run(run)
+    source = run if isinstance(run, Run) else Run(run)
     if not (source.path / "model").is_dir():
         raise ValueError(source.without_model())
     if not (source.path / "evaluation.json").is_file():
-        raise ValueError(f"the run {run} is not finished; continue it with --resume, then export it")
+        raise ValueError(f"the run {source.path} is not finished; continue it with --resume, then export it")
     is_adapter = (source.path / "model" / ADAPTER).is_file()
     if not merge and not is_adapter:
-        raise ValueError(f"the run {run} trained all weights: it has no adapter to export; leave out --adapter")
+        raise ValueError(f"the run {source.path} trained all weights: it has no adapter to export; leave out --adapter")
     check_folder(out)
     model, tokenizer = load(source.path)
     first = first_token(tokenizer)
@@ -45,27 +49,44 @@ def export(run: str | Path, out: str | Path, merge: bool = True) -> Path:
     return out
 
 
-def model_card(run: Run, adapter: bool = False, first: str | None = None) -> str:
-    """The README.md of an exported model, in the hub's format: YAML header, then Markdown.
+def push(run: str | Path | Run, repository: str, private: bool = False, merge: bool = True) -> str:
+    """Publish the sparse model of a Run on the Hugging Face hub, as `export` writes it; returns its address.
 
-    first: the token that training sequences began with.
+    repository: "me/sparse-gpt2"; made if it is not there. Needs to be logged in: `hf auth login`.
     """
-    import yaml
+    validate_repo_id(repository)  # before any work
+    with TemporaryDirectory() as folder:
+        exported = export(run, Path(folder) / "model", merge)
+        hub = HfApi()
+        try:
+            address = hub.create_repo(repository, private=private, exist_ok=True)
+            hub.upload_folder(repo_id=address.repo_id, folder_path=exported, commit_message="Upload with sparselens")
+        except Exception as error:  # the hub's many ways of saying no
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            advice = "log in with `hf auth login` to an account that may write there"
+            raise ValueError(f"could not publish {repository} ({reason}); {advice}") from error
+    return str(address)
 
+
+def model_card(run: Run, adapter: bool = False, first: str | None = None) -> str:
+    """The README.md of an exported model. first: the token that training sequences began with."""
     config, rows = run.record["config"], run.read("evaluation.json")
     by_kind = {row["kind"]: row for row in rows}
     sparse, summary = by_kind["sparse"], run.read("summary.json")
-    name = short_name(str(config["model"]))
-    header: dict[str, Any] = {"library_name": "transformers", "tags": ["sparselens", "sparse-attention"]}
-    if not Path(str(config["model"])).exists() and str(config["model"]).count("/") <= 1:
-        header["base_model"] = str(config["model"])
+    base = str(config["model"])
+    made_here = Path(base).exists() or (run.path / "base").is_dir()
+    on_hub = not made_here and base.count("/") <= 1
+    name = short_name(base)
+    header = ModelCardData(
+        library_name="transformers", tags=["sparselens", "sparse-attention"], base_model=base if on_hub else None
+    )
     met = "met its target" if summary["met"] else "did **not** meet its target"
     quantity = summary.get("target_of") or ("KL to base" if config["loss"] == "kl" else "held-out loss")
     target = f"{quantity} at most {summary['target']:.4f} nats"
     if config.get("density") is not None:
         target += f" with at most {config['density']:.2%} of the edges"
     sections = [
-        "---\n" + yaml.safe_dump(header, allow_unicode=True).strip() + "\n---",
+        f"---\n{header.to_yaml()}\n---",
         f"# {name} with sparse attention",
         f"`{name}`, post-trained with [sparselens] so that {sparse['density']:.2%} of its attention edges are open "
         f"({_number(sparse['edges_per_query'], '.2f')} keys per query and head). A closed edge carries exactly "
@@ -88,7 +109,7 @@ def model_card(run: Run, adapter: bool = False, first: str | None = None) -> str
         "model's licence, biases and limits apply.",
         "[sparselens]: https://arxiv.org/abs/2512.05865",
     ]
-    return "\n\n".join(section for section in sections if section) + "\n"
+    return str(ModelCard("\n\n".join(section for section in sections if section) + "\n"))
 
 
 def short_name(model: str) -> str:

@@ -1,107 +1,145 @@
 """`sparselens evaluate`: a Run's base, control and sparse model, or models by name, side by side."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from .. import tasks as registry
 from ..config import Text
 from ..data.batches import Batches, TextBatches
-from ..demo.addition import POSITIONS, AdditionBatches
+from ..data.registry import make_again
 from ..models.architectures import base_model, dimensions
-from ..models.loading import is_gated, load
+from ..models.loading import Source, is_gated, name_of, resolve
 from ..runs import distributed
 from ..runs.run import Run, check_folder, check_writable, provenance, reading, write_bytes, write_json
 from ..training.measure import in_bf16, measure
 from ..training.sparsify import loss_table, report_slice
-from .behaviour import behaviour, check_one_vocabulary, markdown, read_prompts
+from .behaviour import behaviour as behaviour_of
+from .behaviour import check_one_vocabulary, markdown, read_prompts
 from .lm_eval import answer_benchmarks, benchmark_table, find_benchmarks
 
-Slice = tuple[Batches, int, int]  # held-out text, first sequence, how many
+if TYPE_CHECKING:
+    from lm_eval.api.task import Task as Benchmark
+
+Row = dict[str, Any]  # one model: what Measurement.row gives, and `benchmarks`
+Slice = tuple[Batches, int, int]  # held-out sequences, the first of them, how many
+FindText = Callable[[nn.Module, PreTrainedTokenizerBase], Slice | None]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What to find out beside loss and density, checked before any model is loaded."""
+    """What to find out, checked before any model is loaded."""
 
-    benchmarks: list[Any] = field(default_factory=list)  # lm-eval's tasks
+    data: list[str]  # other text than a Run's own
+    sequences: int
+    benchmarks: "list[Benchmark]" = field(default_factory=list)
     limit: int | None = None  # questions of each
     behaviour: Path | None = None  # folder for what the models say, side by side
     prompts: list[str] = field(default_factory=list)
     tasks: list[registry.Task] = field(default_factory=list)
 
+    @property
+    def without_text(self) -> bool:
+        """Whether there is something to find out that needs no held-out text."""
+        return bool(self.benchmarks) or self.behaviour is not None
+
 
 def evaluate(
-    models: list[str | Path] | str | Path,
+    models: Source | list[Source],
     *,
-    data: list[str] | None = None,
+    data: str | Sequence[str] = (),
     sequences: int = 64,
-    benchmarks: list[str] | None = None,
+    benchmarks: Sequence[str] = (),
     questions: Path | None = None,
     limit: int | None = None,
     behaviour: Path | None = None,
     prompts: Path | None = None,
-    tasks: list[str] | None = None,
-    json_path: str | Path | None = None,
-    say=print,
-) -> list[dict[str, Any]]:
+    tasks: Sequence[str] = (),
+    json: str | Path | None = None,
+    say: Callable[[str], None] = print,
+) -> list[Row]:
     """One row per model, with loss, KL and density on the Run's held-out text or on `data`.
 
-    A Run brings its base, control (where there is one) and sparse model. Models by name are compared with the first of
+    A Run brings its base, control (where there is one) and sparse model. Other models are compared with the first of
     them; they have a loss only where `data` is given. benchmarks: names lm-eval knows; questions: a folder of their
     files instead of the hub; limit: ask only so many. behaviour: a folder for what the models say side by side,
     after `prompts` (a file; default: fifty ordinary ones) and on `tasks`.
     """
     sources = models if isinstance(models, list) else [models]
-    if not sources:
-        raise ValueError("nothing to evaluate: name a Run or a model")
+    _check_numbers(sequences=sequences, limit=limit)
     if behaviour is None and (prompts is not None or tasks):
         raise ValueError("--prompts and --tasks are for --behaviour FOLDER; give it, too")
     if not benchmarks and (questions is not None or limit is not None):
         raise ValueError("--questions and --limit are for --benchmarks NAMES; give them, too")
-    if sequences < 1:
-        raise ValueError(f"sequences={sequences}: expected at least 1")
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit={limit}: expected at least 1 question")
-    named = [source for source in sources if not (Path(source) / "run.json").is_file()]
-    if named and not (data or benchmarks or behaviour):
-        Run(named[0])  # says that it is none: there is no text to evaluate it on, and nothing else was asked for
-    runs = [Run(source) for source in sources if source not in named]  # all of them before any work
-    for run in runs:
-        if not (run.path / "model").is_dir():
-            raise ValueError(run.without_model())
-        if run.record.get("kind") == "demo" and (data or benchmarks or behaviour):
-            raise ValueError("the addition model reads sums, not text; leave out --data, --benchmarks and --behaviour")
-    if behaviour is not None and len(runs) + bool(named) > 1:
+    runs, others = _sort(sources, bool(data or benchmarks or behaviour))
+    if behaviour is not None and len(runs) + bool(others) > 1:
         raise ValueError("--behaviour compares the models of one Run, or models by name; leave out the others")
-    check_writable(None if json_path is None else Path(json_path))
+    check_writable(None if json is None else Path(json))
     check_folder(behaviour)
     asked = Asked(
+        data=[data] if isinstance(data, str) else list(data),
+        sequences=sequences,
         behaviour=behaviour,
         prompts=read_prompts(prompts),
-        tasks=[registry.find(task) for task in tasks or []],
-        benchmarks=find_benchmarks(benchmarks, questions) if benchmarks else [],
+        tasks=[registry.find(task) for task in tasks],
+        benchmarks=find_benchmarks(list(benchmarks), questions) if benchmarks else [],
         limit=limit,
     )
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for run in runs:
         with reading(run.path / "run.json"):
-            new = _of_run(run, data or [], sequences, asked)
+            new = _of_run(run, asked)
         rows += _tell(str(run.path), new, say)
-    if named:
-        rows += _tell("", _of_names([str(name) for name in named], data or [], sequences, asked), say)
-    if asked.behaviour is not None:
-        say(f"side by side: {asked.behaviour / 'behaviour.md'}")
-    if json_path is not None:
-        write_json(Path(json_path), rows)
+    if others:
+        rows += _tell("", _of_models(others, asked), say)
+    if behaviour is not None:
+        say(f"side by side: {behaviour / 'behaviour.md'}")
+    if json is not None:
+        write_json(Path(json), rows)
     return rows
 
 
-def _tell(title: str, rows: list[dict[str, Any]], say) -> list[dict[str, Any]]:
+def _check_numbers(**numbers: int | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{name}={number}: expected at least 1")
+
+
+def _sort(sources: list[Source], more: bool) -> tuple[list[Run], list[Source]]:
+    """Runs, and models that are in none. more: whether there is more to find out than a Run's own text says."""
+    if not sources:
+        raise ValueError("nothing to evaluate: name a Run or a model")
+    runs, others = [], []
+    for source in sources:
+        if isinstance(source, Run):
+            runs.append(_checked(source, more))
+        elif isinstance(source, str | Path) and (not more or (Path(source) / "run.json").is_file()):
+            runs.append(_checked(Run(source), more))  # which says that it is none, where it is a model with no text
+        elif not more:
+            raise ValueError("there is nothing to evaluate this model on: give data, benchmarks or behaviour")
+        else:
+            others.append(source)
+    return runs, others
+
+
+def _checked(run: Run, more: bool) -> Run:
+    if not (run.path / "model").is_dir():
+        raise ValueError(run.without_model())
+    if more and run.record["kind"] != "sparsify":
+        raise ValueError(
+            f"{run.path} was not trained on text (its kind is {run.record['kind']!r}); leave out --data, --benchmarks "
+            "and --behaviour"
+        )
+    return run
+
+
+def _tell(title: str, rows: list[Row], say: Callable[[str], None]) -> list[Row]:
     lines = [title or "\n".join(f"{row['kind']}: {row['name']}" for row in rows)]
     if "loss" in rows[0]:
         lines.append(loss_table(rows))
@@ -111,94 +149,62 @@ def _tell(title: str, rows: list[dict[str, Any]], say) -> list[dict[str, Any]]:
     return rows
 
 
-def _of_run(run: Run, data: list[str], sequences: int, asked: Asked) -> list[dict[str, Any]]:
-    config, training = run.record["config"], run.record["config"]["training"]
-    demo = run.record["kind"] == "demo"
+# ---- which models, which text ----------------------------------------------------------------------------------------
 
-    def text(_model, tokenizer) -> Slice | None:
-        if not demo and not data and "text" not in config:  # trained on sequences made in Python
-            if asked.benchmarks or asked.behaviour:
+
+def _of_run(run: Run, asked: Asked) -> list[Row]:
+    config, training = run.record["config"], run.record["config"]["training"]
+    about_data = config.get("data", {})
+
+    def text(_: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Slice | None:
+        made = None if asked.data else make_again(about_data)
+        if made is not None:
+            return made, *report_slice(made)
+        if not asked.data and "text" not in config:  # trained on sequences that nobody can make again
+            if asked.without_text:
                 return None
             raise ValueError(f"{run.path} does not say where its text is; give some with --data")
-        batches = AdditionBatches(config["seed"]) if demo else _text(run, data, tokenizer, sequences)
-        start, count = report_slice(batches) if not data else (0, batches.n_heldout)
-        return batches, start, count if demo else min(count, sequences)
+        batches = _text(run, tokenizer, asked)
+        start, count = report_slice(batches) if not asked.data else (0, batches.n_heldout)
+        return batches, start, min(count, asked.sequences)
 
-    sources = [("base", str(run.path / "base" / "model" if demo else config["model"]))]
+    own = run.path / "base" / "model"  # of a Run that did not start from somebody else's
+    sources: list[tuple[str, Source]] = [("base", str(own if own.is_dir() else config["model"]))]
     for kind, folder in (("control", run.path / "control" / "model"), ("sparse", run.path / "model")):
         if folder.is_dir():
             sources.append((kind, str(folder)))
-    length = POSITIONS if demo else config["data"].get("length") or Text().length
-    micro = distributed.micro_batch(training["batch"], training["micro_batch"], length)
+    micro = distributed.micro_batch(
+        training["batch"], training["micro_batch"], about_data.get("length") or Text().length
+    )
     return _rows(sources, text, asked, micro, bf16=in_bf16(training["precision"]))
 
 
-def _of_names(names: list[str], data: list[str], sequences: int, asked: Asked) -> list[dict[str, Any]]:
-    def text(model, tokenizer) -> Slice | None:
-        if not data:
+def _of_models(sources: list[Source], asked: Asked) -> list[Row]:
+    def text(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Slice | None:
+        if not asked.data:
             return None
         length = min(Text().length, dimensions(base_model(model).config).max_tokens)
-        batches = TextBatches(data, tokenizer, length, cache=Text().cache, need=length, heldout_patterns=data,
-                              heldout_tokens=sequences * length)  # fmt: skip
-        return batches, 0, min(batches.n_heldout, sequences)
+        batches = TextBatches(asked.data, tokenizer, length, cache=Text().cache, need=length,
+                              heldout_patterns=asked.data, heldout_tokens=asked.sequences * length)  # fmt: skip
+        return batches, 0, min(batches.n_heldout, asked.sequences)
 
-    return _rows([("", name) for name in names], text, asked, micro=8, bf16=False)
-
-
-def _rows(
-    sources: list[tuple[str, str]], find_text: Callable[..., Slice | None], asked: Asked, micro: int, bf16: bool
-) -> list[dict[str, Any]]:
-    """One row per (kind, source), every model compared with the first; kind "": dense or sparse, as it turns out."""
-    device = distributed.device()
-    rows: list[dict[str, Any]] = []
-    kept: dict[str, Any] = {}  # the models, where they are to be put side by side
-    text: Slice | None = None
-    for kind, source in sources:
-        model, tokenizer = load(source, device=device)
-        if not kind:
-            kind = "sparse" if is_gated(model) else "dense"
-            alike = sum(row["kind"].split()[0] == kind for row in rows)
-            kind = f"{kind} {alike + 1}" if alike else kind
-        if not rows:
-            base, shared = model, tokenizer
-            text = find_text(model, tokenizer)
-        elif text is not None or asked.behaviour:
-            check_one_vocabulary({rows[0]["kind"]: base, kind: model})
-        row: dict[str, Any] = {"name": source, "kind": kind}
-        if text is not None:
-            batches, start, count = text
-            with torch.autocast(device, torch.bfloat16, enabled=bf16):
-                row = measure(model, batches, start, count, micro_batch=micro, base=base).row(source, kind)
-        if asked.benchmarks:
-            row["benchmarks"] = answer_benchmarks(model, tokenizer, asked.benchmarks, limit=asked.limit)
-        if asked.behaviour:
-            kept[kind] = model
-        rows.append(row)
-    if asked.behaviour:
-        result = behaviour(kept, shared, asked.prompts, tasks=list(asked.tasks))
-        if text is not None:
-            result["text"] = {row["kind"]: row for row in rows}
-        write_json(asked.behaviour / "behaviour.json", result | {"provenance": provenance()})
-        write_bytes(asked.behaviour / "behaviour.md", markdown(result).encode())
-    return rows
+    return _rows([("", source) for source in sources], text, asked, micro=8, bf16=False)
 
 
-def _text(run: Run, data: list[str], tokenizer, sequences: int) -> TextBatches:
+def _text(run: Run, tokenizer: PreTrainedTokenizerBase, asked: Asked) -> TextBatches:
     """The text the Run held out, found again through its token cache, or other text, all of it held out."""
-    known = dataclasses.asdict(Text(length=run.record["config"]["data"].get("length") or Text().length))
-    asked = run.record["config"].get("text") or known
-    length = asked["length"]
-    cache = Path(asked["cache"])
+    config = run.record["config"]
+    text = config.get("text") or dataclasses.asdict(Text(length=config["data"].get("length") or Text().length))
+    length, cache = text["length"], Path(text["cache"])
     cache = cache if cache.is_dir() else Text().cache  # a Run may come from another machine
-    common: dict[str, Any] = dict(cache=cache, field=asked["text_field"], seed=0)
-    if data:
-        want = sequences * length
-        return TextBatches(data, tokenizer, length, need=length, heldout_patterns=data, heldout_tokens=want, **common)
-    training = run.record["config"]["training"]
-    need = training["steps"] * training["batch"] * length
-    batches = TextBatches(asked["patterns"], tokenizer, length, need=need, heldout_patterns=list(asked["heldout"]),
-                          heldout_tokens=asked["heldout_tokens"], **common)  # fmt: skip
-    was, now = run.record["config"]["data"], batches.describe()
+    common: dict[str, Any] = dict(cache=cache, field=text["text_field"], seed=0)
+    if asked.data:
+        return TextBatches(asked.data, tokenizer, length, need=length, heldout_patterns=asked.data,
+                           heldout_tokens=asked.sequences * length, **common)  # fmt: skip
+    need = config["training"]["steps"] * config["training"]["batch"] * length
+    batches = TextBatches(text["patterns"], tokenizer, length, need=need, heldout_patterns=list(text["heldout"]),
+                          heldout_tokens=text["heldout_tokens"], **common)  # fmt: skip
+    was, now = config["data"], batches.describe()
     # Names and times may differ on another machine, sizes may not.
     if was["tokens"] != now["tokens"] or _sizes(was["sources"]) != _sizes(now["sources"]):
         raise ValueError(
@@ -208,6 +214,51 @@ def _text(run: Run, data: list[str], tokenizer, sequences: int) -> TextBatches:
     return batches
 
 
-def _sizes(sources: dict[str, list]) -> dict[str, list]:
+def _sizes(sources: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """Of the files behind each part."""
     return {part: [stamp[:1] for _, *stamp in files] for part, files in sources.items()}
+
+
+# ---- what they say ---------------------------------------------------------------------------------------------------
+
+
+def _rows(sources: list[tuple[str, Source]], find_text: FindText, asked: Asked, micro: int, bf16: bool) -> list[Row]:
+    """One row per (kind, source), every model compared with the first; kind "": dense or sparse, as it turns out."""
+    rows: list[Row] = []
+    kept: dict[str, nn.Module] = {}  # the models, where they are to be put side by side
+    text: Slice | None = None
+    for kind, source in sources:
+        model, tokenizer = resolve(source)
+        if tokenizer is None:
+            raise ValueError("a model without a tokenizer cannot be evaluated: give (model, tokenizer)")
+        kind = kind or _kind(model, rows)
+        if not rows:
+            base, shared = model, tokenizer
+            text = find_text(model, tokenizer)
+        elif text is not None or asked.behaviour:
+            check_one_vocabulary({rows[0]["kind"]: base, kind: model})
+        name = str(source) if isinstance(source, str | Path) else name_of(source)
+        row: Row = {"name": name, "kind": kind}
+        if text is not None:
+            batches, start, count = text
+            with torch.autocast(distributed.device(), torch.bfloat16, enabled=bf16):
+                row = measure(model, batches, start, count, micro_batch=micro, base=base).row(name, kind)
+        if asked.benchmarks:
+            row["benchmarks"] = answer_benchmarks(model, tokenizer, asked.benchmarks, limit=asked.limit)
+        if asked.behaviour:
+            kept[kind] = model
+        rows.append(row)
+    if asked.behaviour:
+        result = behaviour_of(kept, shared, asked.prompts, tasks=list(asked.tasks))
+        if text is not None:
+            result["text"] = {row["kind"]: row for row in rows}
+        write_json(asked.behaviour / "behaviour.json", result | {"provenance": provenance()})
+        write_bytes(asked.behaviour / "behaviour.md", markdown(result).encode())
+    return rows
+
+
+def _kind(model: nn.Module, rows: list[Row]) -> str:
+    """dense or sparse, numbered from the second on."""
+    kind = "sparse" if is_gated(model) else "dense"
+    alike = sum(row["kind"].split()[0] == kind for row in rows)
+    return f"{kind} {alike + 1}" if alike else kind

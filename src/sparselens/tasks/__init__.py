@@ -2,12 +2,12 @@
 
 A task is a function (rng, words) -> Pair, registered under a name. Yours takes ten lines:
 
-    from sparselens.tasks import Pair, task
+    import sparselens as sl
 
-    @task("capital")
+    @sl.register_task("capital")
     def capital(rng, words):
         (country, city), (other, other_city) = rng.sample([("France", "Paris"), ("Italy", "Rome")], 2)
-        return Pair(f"The capital of {country} is", f"The capital of {other} is", f" {city}", f" {other_city}")
+        return sl.Pair(f"The capital of {country} is", f"The capital of {other} is", f" {city}", f" {other_city}")
 
 Lengths, answer tokens and positions are worked out and checked for every pair before anything runs (prompts.py).
 """
@@ -17,12 +17,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, overload
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .prompts import Prompts
     from .words import Words
 
 Metric = Literal["logit", "probability", "log-probability"]
+# One's own: (prompts, logits at the reads [..., n, reads, vocabulary]) -> [..., n], larger for better; right above 0.
+Score = Callable[["Prompts", "Tensor"], "Tensor"]
 
 
 @dataclass(frozen=True)
@@ -45,22 +50,35 @@ class Task:
 
     name: str
     generate: Generator | None
-    metric: Metric = "logit"
+    metric: Metric | Score = "logit"
     pairs: tuple[Pair, ...] = ()  # a fixed list (a user's file) instead of a generator
-    prompt: Callable[[str], str] | None = None  # what a person types -> a prompt of this task; ValueError if it is none
+    prompt: Callable[[str], str] | None = None  # what a person typed -> a prompt of the task; ValueError if it is none
 
 
 _REGISTRY: dict[str, Task] = {}
-_BUILT_IN = ("addition", "antonym", "docstring", "greater_than", "induction", "ioi", "ioi_long")
+_BUILT_IN = ("antonym", "docstring", "greater_than", "induction", "ioi", "ioi_long")
 
 
-def task(
-    name: str, metric: Metric = "logit", prompt: Callable[[str], str] | None = None
-) -> Callable[[Generator], Generator]:
-    """Register a generator of pairs under a name that `discover` and `compare` understand."""
+@overload
+def register_task(task: Task) -> Task: ...
+
+
+@overload
+def register_task(
+    task: str, metric: Metric | Score = "logit", prompt: Callable[[str], str] | None = None
+) -> Callable[[Generator], Generator]: ...
+
+
+def register_task(
+    task: Task | str, metric: Metric | Score = "logit", prompt: Callable[[str], str] | None = None
+) -> Task | Callable[[Generator], Generator]:
+    """Make a task known by its name to every verb and command: a Task, or, as a decorator, a generator of pairs."""
+    if isinstance(task, Task):
+        _REGISTRY[task.name] = task
+        return task
 
     def register(generate: Generator) -> Generator:
-        _REGISTRY[name] = Task(name, generate, metric, prompt=prompt)
+        register_task(Task(task, generate, metric, prompt=prompt))
         return generate
 
     return register

@@ -2,7 +2,7 @@
 
 import random
 
-from . import Pair, task
+from . import Pair, register_task
 from .words import Words
 
 OPPOSITES = (
@@ -21,7 +21,7 @@ TEMPLATES = (
 )
 
 
-@task("antonym")
+@register_task("antonym")
 def antonym(rng: random.Random, words: Words) -> Pair:
     both = OPPOSITES + tuple((b, a) for a, b in OPPOSITES)
     (word, answer), (other, wrong) = rng.sample(both, 2)

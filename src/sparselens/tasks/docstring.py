@@ -2,7 +2,7 @@
 
 import random
 
-from . import Pair, task
+from . import Pair, register_task
 from .words import Words
 
 ARGUMENTS = (
@@ -29,7 +29,7 @@ def text(function: str, names: list[str], documented: list[str], phrases: list[s
     return "\n".join([*lines, "    :param"])
 
 
-@task("docstring")
+@register_task("docstring")
 def docstring(rng: random.Random, words: Words) -> Pair:
     names = rng.sample(words.alike(ARGUMENTS), 14)
     mine, other, other_documented = names[:6], names[6:12], names[12:]

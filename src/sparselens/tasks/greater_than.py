@@ -11,7 +11,7 @@ answers' tokens (prompts.py), not from a rule about tokenizers.
 
 import random
 
-from . import Pair, task
+from . import Pair, register_task
 from .words import Words
 
 NOUNS = (
@@ -20,7 +20,7 @@ NOUNS = (
 )  # fmt: skip
 
 
-@task("greater-than", metric="probability")
+@register_task("greater-than", metric="probability")
 def greater_than(rng: random.Random, words: Words) -> Pair:
     noun, century, year = rng.choice(NOUNS), rng.randint(11, 17), rng.randint(2, 98)
     prompt = f"The {noun} lasted from the year {century}{{:02}} to the year {century}"

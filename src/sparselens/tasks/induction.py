@@ -2,7 +2,7 @@
 
 import random
 
-from . import Pair, task
+from . import Pair, register_task
 from .words import Words
 
 WORDS = (
@@ -14,7 +14,7 @@ WORDS = (
 LENGTH = 8
 
 
-@task("induction")
+@register_task("induction")
 def induction(rng: random.Random, words: Words) -> Pair:
     first = rng.sample(words.alike(WORDS), LENGTH + 1)
     other = first.pop()

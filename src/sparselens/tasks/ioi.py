@@ -2,7 +2,7 @@
 
 import random
 
-from . import Pair, task
+from . import Pair, register_task
 from .words import Words
 
 NAMES = (
@@ -46,6 +46,6 @@ def pair(rng: random.Random, words: Words, template: str) -> Pair:
     )
 
 
-@task("ioi")
+@register_task("ioi")
 def ioi(rng: random.Random, words: Words) -> Pair:
     return pair(rng, words, rng.choice(TEMPLATES))

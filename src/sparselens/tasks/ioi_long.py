@@ -5,7 +5,7 @@
 
 import random
 
-from . import Pair, task
+from . import Pair, register_task
 from .ioi import pair
 from .words import Words
 
@@ -45,7 +45,7 @@ def filler(rng: random.Random, words: Words, distance: int) -> str:
 
 
 def register_distance(distance: int, name: str | None = None) -> None:
-    @task(name or f"ioi-long-{distance}")
+    @register_task(name or f"ioi-long-{distance}")
     def ioi_long(rng: random.Random, words: Words) -> Pair:
         template = rng.choice(TEMPLATES).replace("{filler}", filler(rng, words, distance))
         return pair(rng, words, template)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import Metric, Pair, Task
+from . import Pair, Score, Task
 from .words import Words, piece
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _filled_reads(words: Words, clean: list[int], answer: str, wrong: str) -> tu
 class Prompts:
     """Pairs as tensors. Shorter ones are padded on the right, where causal attention never looks back from."""
 
-    metric: Metric
+    metric: str  # a Metric, or the name of one's own
     clean: Tensor  # [n, tokens]
     corrupted: Tensor  # [n, tokens]
     lengths: Tensor  # [n]
@@ -116,6 +116,7 @@ class Prompts:
     used: Tensor  # [n, reads] False where a prompt has fewer reads
     pairs: tuple[Pair, ...]
     piece: Callable[[int], str] = str  # the text a token stands for
+    own_score: Score | None = None
 
     def __len__(self) -> int:
         return len(self.clean)
@@ -148,6 +149,8 @@ class Prompts:
 
     def score(self, logits: Tensor) -> Tensor:
         """The metric of every prompt: [..., n, reads, vocabulary] at the reads -> [..., n]."""
+        if self.own_score is not None:
+            return self.own_score(self, logits)
         if self.metric == "logit":
             right, wrong = _pick(logits, self.right, -torch.inf), _pick(logits, self.wrong, -torch.inf)
             # A read that only one side can settle compares nothing (its token leads on to the next one).
@@ -191,7 +194,7 @@ def _pick(values: Tensor, tokens: Tensor, missing: float) -> Tensor:
     return torch.where(tokens >= 0, values.gather(-1, index), missing)
 
 
-def collate(items: list[Item], metric: Metric) -> Prompts:
+def collate(items: list[Item], metric: str) -> Prompts:
     """Stack items of different lengths and numbers of reads."""
     tokens = max(len(item.clean) for item in items)
     reads = max(len(item.reads) for item in items)
@@ -258,7 +261,8 @@ def build(
         say(f"{task.name}: {len(items)} pairs kept, {dropped.total()} dropped ({reasons})")
     elif len(items) < n and task.generate is not None:
         say(f"{task.name}: {len(items)} different pairs, {n} were asked for")
-    return replace(collate(items, task.metric), piece=partial(piece, tokenizer))
+    own, name = (task.metric, task.metric.__name__) if callable(task.metric) else (None, task.metric)
+    return replace(collate(items, name), piece=partial(piece, tokenizer), own_score=own)
 
 
 def _generate(task: Task, rng: random.Random, words: Words) -> Pair:
