@@ -20,6 +20,7 @@ from ..models.architectures import base_model, dimensions
 from ..tasks.words import Words
 from .graph import BIAS, KINDS, LOGIT, Graph
 from .linear_model import TOLERANCE, Frozen, exact
+from .rows import TargetRow
 from .sources import Replacement
 from .targets import choose_targets, text_of
 
@@ -123,7 +124,7 @@ class _Growing:
     def __init__(
         self,
         replacement: Replacement,
-        targets: list[dict[str, Any]],
+        targets: list[TargetRow],
         prompt: str,
         tokenizer: "PreTrainedTokenizerBase",
         most: int,
@@ -144,7 +145,7 @@ class _Growing:
         n_features = len(replacement.layer)
         budget = min(budget, n_features)
         logits = replacement.n_sources + torch.arange(len(self.targets), device=device)
-        for part in logits.split(at_once):
+        for part in torch.split(logits, at_once):
             self.add(part)
         graph = self.graph()
         done, bar = 0, tqdm(total=budget, desc="rows", disable=not show_progress)
@@ -158,7 +159,7 @@ class _Growing:
                 break  # what is left does not reach the targets
             # By layer: a row needs the blocks below its target only.
             chosen = chosen[replacement.layer[chosen.to(device)].cpu().argsort()]
-            for part in chosen.to(device).split(at_once):
+            for part in torch.split(chosen.to(device), at_once):
                 self.add(part)
                 bar.update(len(part))
             done += len(chosen)
@@ -203,6 +204,7 @@ class _Growing:
             "index": torch.tensor([-1 if t["token"] is None else t["token"] for t in self.targets]),
             "value": edges["row_value"][:tail],
         }
+        columns: dict[str, Any] = {n: torch.cat([nodes[n], logits[n].to(nodes[n])]) for n in nodes} | edges
         return Graph(
             prompt=self.prompt,
             tokens=self.tokens,
@@ -215,8 +217,7 @@ class _Growing:
                 "dtype": str(frozen.final.dtype).removeprefix("torch."), "n_active": len(self.replacement.layer),
                 "n_features": transcoder.n_features, "self_check": frozen.check,
             },
-            **{name: torch.cat([nodes[name], logits[name].to(nodes[name])]) for name in nodes},
-            **edges,
+            **columns,
             live=self.replacement,
         )  # fmt: skip
 

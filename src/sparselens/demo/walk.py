@@ -121,7 +121,14 @@ def demo(
     return run
 
 
-def _dense(run: Run, batches: AdditionBatches, settings: Training, resume: bool, show_progress: bool, say):
+def _dense(
+    run: Run,
+    batches: AdditionBatches,
+    settings: Training,
+    resume: bool,
+    show_progress: bool,
+    say: Callable[[str], None],
+) -> Loaded:
     folder = run.path / "base"
     if (folder / "model").is_dir():
         return load(folder / "model")
@@ -132,7 +139,7 @@ def _dense(run: Run, batches: AdditionBatches, settings: Training, resume: bool,
     return model, tokenizer
 
 
-def _circuits(run: Run, base, sparse, seed: int) -> dict[str, Any] | None:
+def _circuits(run: Run, base: Loaded, sparse: nn.Module, seed: int) -> dict[str, Any] | None:
     """Figures 2 and 3: how many edges explain addition in the dense, control and sparse model."""
     control = load(run.path / "control" / "model")
     names = ("Addition model", "Sparse addition model")
@@ -152,7 +159,13 @@ def _circuits(run: Run, base, sparse, seed: int) -> dict[str, Any] | None:
 
 
 def _features(
-    run: Run, base, sparse, batches: AdditionBatches, example: tuple[int, int], seed: int, show_progress: bool
+    run: Run,
+    base: Loaded,
+    sparse: Loaded,
+    batches: AdditionBatches,
+    example: tuple[int, int],
+    seed: int,
+    show_progress: bool,
 ) -> dict[str, Any]:
     """Figure 4: features of both models' MLPs, one sum traced through them, and the heads that carry it."""
     transcoders = {}
@@ -187,12 +200,12 @@ def trace_sum(
     return graph
 
 
-def _both_right(base, sparse, a: int, b: int) -> bool:
+def _both_right(base: nn.Module, sparse: nn.Module, a: int, b: int) -> bool:
     """Held-out sums are tried in order, 36 + 28 first: the picture shows one that both models get right."""
     return answer(base, a, b) == answer(sparse, a, b) == f"{a + b:05}"
 
 
-def flow_of(model, a: int, b: int) -> dict[str, Any]:
+def flow_of(model: Any, a: int, b: int) -> dict[str, Any]:
     """What figure 1 shows of one model: input, output, and the attention [layer][head][query][key] of one sum."""
     inputs = encode(torch.tensor([[a, b]]))["input_ids"]
     options: dict[str, Any] = {"gate_output": "pattern"} if is_gated(model) else {}
