@@ -52,12 +52,7 @@ def attribution_graph(
 ) -> Graph:
     """The attribution graph of a prompt: who feeds whom, and how much, with every row adding up exactly.
 
-    prompt: text, or token ids.
-    target: None, the likeliest next tokens until their probabilities reach `mass` (at most `most_targets`); "small" or
-    a token id, one token (a list: several); ("small", "large") or "small - large", a difference of two; a direction
-    [d_model] that reads the normed end of the residual stream. Single tokens are read as logit minus the mean logit of
-    the vocabulary, differences as they are; before a softcap, where the model has one (Gemma 2).
-    position: whose output is explained; None: the last. (Models that fill in several places at once answer earlier.)
+    prompt, target, mass, most_targets: as `sl.trace` takes them. position: whose output is explained; None: the last.
     budget: rows computed for features. edges_per_row: edges stored of each; the others are kept as exact sums.
     nodes, edges: shares of the influence that pruning keeps. memory_mb: for gradients of rows computed together.
     Computes in fp32, or in fp64 when the model is fp64; a half-precision model is copied to fp32 first.

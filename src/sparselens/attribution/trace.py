@@ -96,7 +96,7 @@ def trace(
     }  # fmt: skip
     if not summed_up:
         return _graph(*models[0], prompt, target, growth)
-    called = [*names, *(name_of(model) for model, _ in models[len(names) :])]
+    called = [*names[: len(models)], *(name_of(model) for model, _ in models[len(names) :])]
     parts = _sum_up(models, called, prompt, target, growth, settings, rules, edge, say or (lambda text: None))
     rows = cast(TraceRows, {**parts[0].rows, "provenance": provenance()})
     if against is not None:

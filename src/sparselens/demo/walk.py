@@ -33,24 +33,12 @@ DENSE = Training(
     steps=1200, batch=128, lr=3e-3, decay=0.9, evaluate_every=250, evaluate_sequences=500, checkpoint_every=500
 )
 SPARSE = Sparsify(
-    loss="cross-entropy",
-    density=None,
-    tolerance=0.0015,
-    slack=0.005,
-    slack_until=0.7,
-    control=True,
+    loss="cross-entropy", density=None, tolerance=0.0015, slack=0.005, slack_until=0.7, control=True,
     training=Training(
-        steps=1800,
-        batch=128,
-        lr=1e-3,
-        bias_lr=1e-2,
-        decay=0.6,
-        evaluate_every=25,
-        evaluate_sequences=500,
+        steps=1800, batch=128, lr=1e-3, bias_lr=1e-2, decay=0.6, evaluate_every=25, evaluate_sequences=500,
         checkpoint_every=600,
     ),
-)
-
+)  # fmt: skip
 ABOUT = {  # what the report should know of these models
     "name": "The addition model", "task": "addition", "exact": True, "filled": ANSWER,
     "prompts": [prompt_of(text) for text in ("36+28", "7+95", "50+50", "86+19")],
