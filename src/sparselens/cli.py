@@ -397,7 +397,7 @@ def _parse(arguments: list[str] | None) -> Any:
     try:
         with contextlib.redirect_stderr(said):
             return tyro.cli(
-                Command,  # type: ignore[arg-type]
+                Command,
                 prog="sparselens",
                 description=DESCRIPTION,
                 args=arguments,

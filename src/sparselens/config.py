@@ -1,9 +1,10 @@
 """Settings as frozen dataclasses. Their field comments are the command line's help."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Gate:
     """all: softmax over every allowed key, closed edges drop out. open: renormalise over the open edges."""
 
     def __post_init__(self) -> None:
-        _require(self.normalise in ("all", "open"), f"normalise={self.normalise!r}: expected 'all' or 'open'")
+        _check_choices(self)
         _require(math.isfinite(self.bias), f"bias={self.bias}: expected a finite number")
 
 
@@ -69,24 +70,14 @@ class Training:
     """Seed of data order, gates and adapters."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "evaluate_every", "evaluate_sequences", "checkpoint_every"):
-            _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: expected at least 1")
-        for name in ("lr", "bias_lr", "clip"):
-            _require(0 < getattr(self, name) < math.inf, f"{name}={getattr(self, name)}: expected a positive number")
-        for name in ("warmup", "decay"):
-            _require(0 <= getattr(self, name) <= 1, f"{name}={getattr(self, name)}: expected a share between 0 and 1")
-        _require(0 <= self.weight_decay < math.inf, f"weight_decay={self.weight_decay}: expected zero or more")
-        for name, known in (
-            ("optimizer", ("adamw", "muon")),
-            ("precision", ("auto", "fp32", "bf16")),
-            ("compile", ("auto", "yes", "no")),
-            ("tracker", ("none", "tensorboard", "wandb", "trackio")),
-        ):
-            value = getattr(self, name)
-            _require(value in known, f"{name}={value!r}: expected one of {', '.join(known)}")
+        _check_choices(self)
+        _expect(self, "at least 1", "steps", "batch", "evaluate_every", "evaluate_sequences", "checkpoint_every")
+        _expect(self, "a positive number", "lr", "bias_lr", "clip")
+        _expect(self, "a share between 0 and 1", "warmup", "decay")
+        _expect(self, "zero or a positive number below 2^63", "seed")
+        _expect(self, "zero or more", "weight_decay")
         _require(self.lora >= 0, f"lora={self.lora}: expected a rank, or 0 for none")
         _require(not self.lora or self.optimizer == "adamw", "optimizer=muon moves whole matrices: not with lora")
-        _require(0 <= self.seed < 1 << 63, f"seed={self.seed}: expected zero or a positive number below 2^63")
         micro = self.micro_batch
         if micro is not None and (micro < 1 or self.batch % micro):
             raise ValueError(f"micro_batch={micro} does not divide batch={self.batch}")
@@ -120,13 +111,12 @@ class Sparsify:
     training: Training = field(default_factory=Training)
 
     def __post_init__(self) -> None:
-        _require(self.loss in ("cross-entropy", "kl"), f"loss={self.loss!r}: expected cross-entropy or kl")
+        _check_choices(self)
         if self.density is not None:
             _require(0 < self.density <= 1, f"density={self.density}: expected a share between 0 and 1, or None")
-        _require(0 < self.closing <= 1, f"closing={self.closing}: expected a share between 0 and 1")
-        _require(0 < self.tolerance < math.inf, f"tolerance={self.tolerance}: expected a positive number of nats")
-        _require(0 <= self.slack < math.inf, f"slack={self.slack}: expected zero or more nats")
-        _require(0 < self.slack_until <= 1, f"slack_until={self.slack_until}: expected a share between 0 and 1")
+        _expect(self, "a share above 0, up to 1", "closing", "slack_until")
+        _expect(self, "a positive number", "tolerance")
+        _expect(self, "zero or more", "slack")
         if self.target not in ("base", "control"):
             try:
                 number = float(self.target)
@@ -152,7 +142,7 @@ class Text:
 
     def __post_init__(self) -> None:
         _require(self.length >= 2, f"length={self.length}: expected at least 2 tokens")
-        _require(self.heldout_tokens >= 1, f"heldout_tokens={self.heldout_tokens}: expected at least 1")
+        _expect(self, "at least 1", "heldout_tokens")
 
 
 @dataclass(frozen=True)
@@ -190,18 +180,10 @@ class Search:
     """Seed of prompts, bootstrap and random circuits."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "points", "memory_mb"):
-            _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: expected at least 1")
+        _check_choices(self)
+        _expect(self, "at least 1", "steps", "points", "memory_mb")
+        _expect(self, "zero or a positive number below 2^63", "seed")
         _require(self.prompts >= 2, f"prompts={self.prompts}: expected at least 2")
-        _require(0 <= self.seed < 1 << 63, f"seed={self.seed}: expected zero or a positive number below 2^63")
-        _require(self.method in ("exact", "eap", "eap-ig"), f"method={self.method!r}: expected exact, eap or eap-ig")
-        _require(self.path in ("own", "whole"), f"path={self.path!r}: expected own or whole")
-        known = ("top", "greedy", "heads")
-        _require(self.selection in known, f"selection={self.selection!r}: expected top, greedy or heads")
-        _require(
-            self.ablation in ("corrupted", "mean", "zero"),
-            f"ablation={self.ablation!r}: expected corrupted, mean or zero",
-        )
 
 
 @dataclass(frozen=True)
@@ -261,23 +243,13 @@ class Transcode:
     """Seed of weights and data order."""
 
     def __post_init__(self) -> None:
-        whole = ("features", "k", "steps", "batch", "normalise_over", "evaluate_every", "evaluate_sequences")
-        for name in (*whole, "checkpoint_every", "dead_after"):
-            _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: expected at least 1")
-        for name in ("lr", "clip", "sharpness", "threshold", "bandwidth"):
-            _require(0 < getattr(self, name) < math.inf, f"{name}={getattr(self, name)}: expected a positive number")
-        for name in ("sparsity", "dead_penalty"):
-            _require(0 <= getattr(self, name) < math.inf, f"{name}={getattr(self, name)}: expected zero or more")
-        for name in ("warmup", "decay", "sparsity_warmup"):
-            _require(0 <= getattr(self, name) <= 1, f"{name}={getattr(self, name)}: expected a share between 0 and 1")
-        for name, known in (
-            ("activation", ("jumprelu", "topk", "batchtopk")),
-            ("reads", ("mlp-input", "residual")),
-            ("precision", ("auto", "fp32", "bf16")),
-        ):
-            value = getattr(self, name)
-            _require(value in known, f"{name}={value!r}: expected one of {', '.join(known)}")
-        _require(0 <= self.seed < 1 << 63, f"seed={self.seed}: expected zero or a positive number below 2^63")
+        _check_choices(self)
+        _expect(self, "at least 1", "features", "k", "steps", "batch", "normalise_over", "dead_after")
+        _expect(self, "at least 1", "evaluate_every", "evaluate_sequences", "checkpoint_every")
+        _expect(self, "a positive number", "lr", "clip", "sharpness", "threshold", "bandwidth")
+        _expect(self, "a share between 0 and 1", "warmup", "decay", "sparsity_warmup")
+        _expect(self, "zero or a positive number below 2^63", "seed")
+        _expect(self, "zero or more", "sparsity", "dead_penalty")
         _require(self.k <= self.features, f"k={self.k}: expected at most the {self.features} features of a layer")
 
 
@@ -307,14 +279,38 @@ class Trace:
     """Memory to use for gradients, beside the model's own."""
 
     def __post_init__(self) -> None:
-        for name in ("cluster_edges", "links", "memory_mb"):
-            _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: expected at least 1")
-        for name in ("budget", "checks"):
-            _require(getattr(self, name) >= 0, f"{name}={getattr(self, name)}: expected zero or more")
-        for name in ("nodes", "edges", "layer_share"):
-            _require(0 < getattr(self, name) <= 1, f"{name}={getattr(self, name)}: expected a share above 0, up to 1")
+        _expect(self, "at least 1", "cluster_edges", "links", "memory_mb")
+        _expect(self, "zero or more", "budget", "checks")
+        _expect(self, "a share above 0, up to 1", "nodes", "edges", "layer_share")
+
+
+# ---- what may be in a field ------------------------------------------------------------------------------------------
 
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+def _check_choices(settings: Any) -> None:
+    """Fields whose type is a Literal hold one of its values."""
+    for name, kind in get_type_hints(type(settings)).items():
+        known, value = get_args(kind), getattr(settings, name)
+        if get_origin(kind) is Literal:
+            _require(value in known, f"{name}={value!r}: expected one of {', '.join(known)}")
+
+
+_RULES: dict[str, Callable[[float], bool]] = {
+    "at least 1": lambda value: value >= 1,
+    "zero or more": lambda value: 0 <= value < math.inf,
+    "zero or a positive number below 2^63": lambda value: 0 <= value < 1 << 63,
+    "a positive number": lambda value: 0 < value < math.inf,
+    "a share between 0 and 1": lambda value: 0 <= value <= 1,
+    "a share above 0, up to 1": lambda value: 0 < value <= 1,
+}
+
+
+def _expect(settings: Any, what: str, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        _require(_RULES[what](value), f"{name}={value}: expected {what}")

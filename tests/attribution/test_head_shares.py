@@ -8,11 +8,17 @@ from tracing_setup import FAMILIES, traced
 
 import sparselens as sl
 from sparselens.attribution.graph import ERROR, FEATURE, LOGIT, POSITION, TOKEN
-from sparselens.attribution.head_shares import Carried, carry, carry_all
+from sparselens.attribution.head_shares import Carried, carry
 from sparselens.attribution.qk_terms import describe, explain_look, measure_look
 from sparselens.config import Gate
 from sparselens.models.loading import add_gates
 from sparselens.transcoders.transcoder import Transcoder
+
+
+def carry_all(graph, top=16):
+    """(source id, target id, Carried) of every kept edge."""
+    pairs = list(zip(*(ids.tolist() for ids in graph.edges()[:2]), strict=True))
+    return [(s, t, carried) for (s, t), carried in zip(pairs, carry(graph, pairs, top=top), strict=True)]
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-4)], ids=["fp64", "fp32"])

@@ -105,7 +105,7 @@ def read_rules(path: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"no file {path}: expected clusters as JSON, name -> list of node ids or rule")
     try:
-        rules = read_json(path)
+        rules: dict[str, Any] = read_json(path)
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error.__cause__}") from None
     with reading(path):

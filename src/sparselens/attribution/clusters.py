@@ -199,7 +199,7 @@ def cluster_edges(graph: Graph, clusters: Sequence[Cluster]) -> list[ClusterEdge
     flow = weight.abs() / graph._per_edge(graph.row_abs).clamp(min=1e-30) * through[target]
     inside = inside[(a[inside] * len(clusters) + b[inside]).argsort(stable=True)]  # edges of one cluster edge together
     keys, counts = torch.unique_consecutive(a[inside] * len(clusters) + b[inside], return_counts=True)
-    parts = [t[inside].split(counts.tolist()) for t in (weight.double(), flow.double(), source, target)]
+    parts = [torch.split(t[inside], counts.tolist()) for t in (weight.double(), flow.double(), source, target)]
     edges = [
         ClusterEdge(int(key) // len(clusters), int(key) % len(clusters), float(w.sum()), float(f.sum()), s, t)
         for key, w, f, s, t in zip(keys, *parts, strict=True)
@@ -217,7 +217,7 @@ def _numbers(graph: Graph, clusters: Sequence[Cluster]) -> Tensor:
 def carry_clusters(graph: Graph, edges: Sequence[ClusterEdge], top: int | None = 32) -> list[Carried]:
     """Which heads carry each cluster edge: exact sums over its node edges. Needs the model (a live graph)."""
     pairs = [pair for edge in edges for pair in edge.pairs]
-    found = carry(graph, pairs, [i for i, edge in enumerate(edges) for _ in edge.pairs], top=top)
+    found: list[Carried] = carry(graph, pairs, [i for i, edge in enumerate(edges) for _ in edge.pairs], top=top)
     nothing = torch.zeros(graph.n_layers, graph.n_heads)
     empty = Carried(0.0, [], [], 0.0, 0.0, nothing, nothing, nothing, 0.0)
     return found + [empty] * (len(edges) - len(found))  # edges without pairs, at the end

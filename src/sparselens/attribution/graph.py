@@ -16,7 +16,6 @@ positions), not at errors. Completeness score: the share of what enters each nod
 weighted by influence. Both as circuit-tracer defines them.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..runs.run import read_json, reading, write_json
+from .rows import TargetRow, TraceRows
 
 if TYPE_CHECKING:
     from .sources import Replacement
@@ -54,7 +54,7 @@ class Graph:
 
     prompt: str
     tokens: list[str]  # the prompt, token by token, as text
-    targets: list[dict[str, Any]]  # per logit node: label, token (id or None), probability (or None), weight
+    targets: list[TargetRow]  # one per logit node
     n_layers: int
     n_heads: int
     settings: dict[str, Any]  # how it was traced; cross_layer, input_hook, gated, budget, ...
@@ -79,7 +79,7 @@ class Graph:
     node_kept: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))  # [n] bool
     edge_kept: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))  # [E] bool
     live: "Replacement | None" = field(default=None, repr=False, compare=False)  # the model it came from; not saved
-    rows: "dict[str, Any] | None" = field(default=None, repr=False, compare=False)  # trace.json, where it was asked for
+    rows: TraceRows | None = field(default=None, repr=False, compare=False)  # trace.json, where it was asked for
 
     def __post_init__(self) -> None:
         if not len(self.influence):
@@ -154,17 +154,6 @@ class Graph:
         if not kept:
             return self.source, target, self.weight
         return self.source[self.edge_kept], target[self.edge_kept], self.weight[self.edge_kept]
-
-    def adjacency(self, ids: Iterable[int] | Tensor) -> Tensor:
-        """Edges among these few nodes as a matrix [target, source]."""
-        ids = torch.as_tensor(list(ids) if not isinstance(ids, Tensor) else ids)
-        place = torch.full((self.n_nodes,), -1)
-        place[ids] = torch.arange(len(ids))
-        source, target, weight = self.edges(kept=False)
-        inside = (place[source] >= 0) & (place[target] >= 0)
-        matrix = self.weight.new_zeros(len(ids), len(ids))
-        matrix[place[target[inside]], place[source[inside]]] = weight[inside]
-        return matrix
 
     def replacement(self) -> "Replacement":
         """The model this graph came from, frozen; ValueError for a graph read from disk."""

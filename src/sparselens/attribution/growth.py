@@ -20,6 +20,7 @@ from ..models.architectures import base_model, dimensions
 from ..tasks.words import Words
 from .graph import BIAS, KINDS, LOGIT, Graph
 from .linear_model import TOLERANCE, Frozen, exact
+from .rows import TargetRow
 from .sources import Replacement
 from .targets import choose_targets, text_of
 
@@ -51,12 +52,7 @@ def attribution_graph(
 ) -> Graph:
     """The attribution graph of a prompt: who feeds whom, and how much, with every row adding up exactly.
 
-    prompt: text, or token ids.
-    target: None, the likeliest next tokens until their probabilities reach `mass` (at most `most_targets`); "small" or
-    a token id, one token (a list: several); ("small", "large") or "small - large", a difference of two; a direction
-    [d_model] that reads the normed end of the residual stream. Single tokens are read as logit minus the mean logit of
-    the vocabulary, differences as they are; before a softcap, where the model has one (Gemma 2).
-    position: whose output is explained; None: the last. (Models that fill in several places at once answer earlier.)
+    prompt, target, mass, most_targets: as `sl.trace` takes them. position: whose output is explained; None: the last.
     budget: rows computed for features. edges_per_row: edges stored of each; the others are kept as exact sums.
     nodes, edges: shares of the influence that pruning keeps. memory_mb: for gradients of rows computed together.
     Computes in fp32, or in fp64 when the model is fp64; a half-precision model is copied to fp32 first.
@@ -123,7 +119,7 @@ class _Growing:
     def __init__(
         self,
         replacement: Replacement,
-        targets: list[dict[str, Any]],
+        targets: list[TargetRow],
         prompt: str,
         tokenizer: "PreTrainedTokenizerBase",
         most: int,
@@ -144,7 +140,7 @@ class _Growing:
         n_features = len(replacement.layer)
         budget = min(budget, n_features)
         logits = replacement.n_sources + torch.arange(len(self.targets), device=device)
-        for part in logits.split(at_once):
+        for part in torch.split(logits, at_once):
             self.add(part)
         graph = self.graph()
         done, bar = 0, tqdm(total=budget, desc="rows", disable=not show_progress)
@@ -158,7 +154,7 @@ class _Growing:
                 break  # what is left does not reach the targets
             # By layer: a row needs the blocks below its target only.
             chosen = chosen[replacement.layer[chosen.to(device)].cpu().argsort()]
-            for part in chosen.to(device).split(at_once):
+            for part in torch.split(chosen.to(device), at_once):
                 self.add(part)
                 bar.update(len(part))
             done += len(chosen)
@@ -203,6 +199,7 @@ class _Growing:
             "index": torch.tensor([-1 if t["token"] is None else t["token"] for t in self.targets]),
             "value": edges["row_value"][:tail],
         }
+        columns: dict[str, Any] = {n: torch.cat([nodes[n], logits[n].to(nodes[n])]) for n in nodes} | edges
         return Graph(
             prompt=self.prompt,
             tokens=self.tokens,
@@ -215,8 +212,7 @@ class _Growing:
                 "dtype": str(frozen.final.dtype).removeprefix("torch."), "n_active": len(self.replacement.layer),
                 "n_features": transcoder.n_features, "self_check": frozen.check,
             },
-            **{name: torch.cat([nodes[name], logits[name].to(nodes[name])]) for name in nodes},
-            **edges,
+            **columns,
             live=self.replacement,
         )  # fmt: skip
 

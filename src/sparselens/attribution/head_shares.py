@@ -20,13 +20,13 @@ one matrix product per layer. No loop over edges.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .graph import Graph
 from .linear_model import Link, Reads, exact
+from .rows import CarriedRow, HeadShare, LinkShare
 from .sources import Replacement
 
 BY = ("arrival", "departure")
@@ -37,8 +37,8 @@ class Carried:
     """How an edge, or a group of edges, is carried. Shares have the unit of the edge's weight and its sign."""
 
     weight: float
-    departure: list[dict[str, Any]]  # layer, head, query, key, share; largest |share| first
-    arrival: list[dict[str, Any]]
+    departure: list[LinkShare]  # largest |share| first
+    arrival: list[LinkShare]
     departure_rest: float  # sum of the links that are not listed
     arrival_rest: float
     departure_heads: Tensor  # [n_layers, n_heads]: all links of a head together
@@ -76,7 +76,9 @@ class Carried:
         """The same for single links (layer, head, query, key): gates to close. Among the listed ones."""
         if by not in BY or not 0 < share <= 1:
             raise ValueError(f"links_for({share}, by={by!r}): expected a share up to 1 and one of {BY}")
-        links, total, chosen, found = getattr(self, by), self.weight - self.direct, [], 0.0
+        links = self.arrival if by == "arrival" else self.departure
+        total, found = self.weight - self.direct, 0.0
+        chosen: list[Link] = []
         for link in links:
             if total and found / total >= share - 1e-9:
                 break
@@ -84,9 +86,9 @@ class Carried:
             found += link["share"]
         return chosen
 
-    def as_json(self) -> dict[str, Any]:
-        """The part of an edge's machine-readable record that is about heads."""
-        named = [
+    def as_row(self) -> CarriedRow:
+        """The part of an edge's row that is about heads."""
+        named: list[HeadShare] = [
             {"layer": layer, "head": head, "share": float(self.arrival_heads[layer, head])}
             for layer, head in self.heads_for(0.8)
         ]
@@ -200,7 +202,7 @@ class _Shares:
     # ---- staying at one position ----
 
     def _split(self, t: Tensor) -> Tensor:
-        return t.unflatten(-1, (self.frozen.dims.n_heads, self.frozen.dims.d_head))
+        return torch.unflatten(t, -1, (self.frozen.dims.n_heads, self.frozen.dims.d_head))
 
     def _stay_sources(self) -> _Staying:
         frozen, at = self.frozen, self.source_at
@@ -217,7 +219,10 @@ class _Shares:
     def _stay_targets(self) -> _Staying:
         """As for sources, downwards; on the way the direct part of edges, which meets every place it is written at."""
         frozen, at, reads = self.frozen, self.target_at, self.reads
-        vector = lambda stage: torch.where((reads.stage == stage)[:, None], reads.vector, 0.0)  # noqa: E731
+
+        def vector(stage: int) -> Tensor:
+            return torch.where((reads.stage == stage)[:, None], reads.vector, 0.0)
+
         n_layers = frozen.dims.n_layers
         stay = alone = vector(2 * n_layers)
         mixes: list[tuple[Tensor, Tensor]] = []
@@ -302,12 +307,12 @@ class _Shares:
         ]
         for i, number in enumerate(numbers.tolist()):
             sides = []
-            for shares, slot, fixed, free in (
-                (self.departure, self.departure_slot, "key", "query"),
-                (self.arrival, self.arrival_slot, "query", "key"),
+            for shares, slot, fixed in (
+                (self.departure, self.departure_slot, "key"),
+                (self.arrival, self.arrival_slot, "query"),
             ):
                 here = (slot[0] == number).nonzero()[:, 0]
-                sides.append((*_links(shares[here], slot[1, here], fixed, free, top), shares[here].sum((0, 3)).cpu()))
+                sides.append((*_links(shares[here], slot[1, here], fixed, top), shares[here].sum((0, 3)).cpu()))
             (departure, d_rest, d_heads), (arrival, a_rest, a_heads) = sides
             weight, direct, single = (t[i] for t in sums)
             yield (
@@ -326,26 +331,19 @@ def _strictly(pattern: Tensor, at: Tensor, side: str) -> Tensor:
     return pattern[:, at].transpose(0, 1) * (every < at[:, None])[:, None]
 
 
-def _links(shares: Tensor, at: Tensor, fixed: str, free: str, top: int | None) -> tuple[list[dict[str, Any]], float]:
-    """The largest links of shares [slots, L, H, T], and the sum of the others."""
+def _links(shares: Tensor, at: Tensor, fixed: str, top: int | None) -> tuple[list[LinkShare], float]:
+    """The largest links of shares [slots, L, H, T], and the sum of the others. fixed: which end `at` is."""
     flat = shares.flatten()
     n = int((flat != 0).sum())
     order = flat.abs().topk(n if top is None else min(top, n)).indices
     slot, layer, head, position = (t.tolist() for t in torch.unravel_index(order, shares.shape))
     places = at.tolist()
-    links = [
-        {"layer": layer[i], "head": head[i], fixed: places[slot[i]], free: position[i], "share": share}
-        for i, share in enumerate(flat[order].tolist())
-    ]
+    links: list[LinkShare] = []
+    for i, share in enumerate(flat[order].tolist()):
+        ends = (position[i], places[slot[i]]) if fixed == "key" else (places[slot[i]], position[i])
+        links.append({"layer": layer[i], "head": head[i], "query": ends[0], "key": ends[1], "share": share})
     listed = flat[order].sum(dtype=torch.float64)
     return links, 0.0 if len(order) == n else float(flat.sum(dtype=torch.float64) - listed)
-
-
-def carry_all(graph: Graph, top: int | None = 16) -> list[tuple[int, int, Carried]]:
-    """(source id, target id, Carried) of every kept edge."""
-    source, target, _ = graph.edges()
-    pairs = list(zip(source.tolist(), target.tolist(), strict=True))
-    return [(s, t, carried) for (s, t), carried in zip(pairs, carry(graph, pairs, top=top), strict=True)]
 
 
 @exact

@@ -15,7 +15,7 @@ edges alone. The prediction is linear in feature changes and exact for gates and
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch import Tensor
 from ..models.hooks import check_site
 from .graph import FEATURE, LOGIT, Graph
 from .linear_model import Block, Frozen, Link, Rewrite, exact
+from .rows import Agreement
 from .sources import Replacement
 
 FEATURES_AT_ONCE = 4096  # while decoding
@@ -115,7 +116,7 @@ class Edit(Rewrite):
 
     def decode(self, layer: int, at: Tensor, index: Tensor, change: Tensor, into: Tensor) -> None:
         """Add what a change of activations [n] writes to all places, into [L + 1, T, D]."""
-        for some in torch.arange(len(index), device=index.device).split(FEATURES_AT_ONCE):
+        for some in torch.split(torch.arange(len(index), device=index.device), FEATURES_AT_ONCE):
             rows = self.replacement.transcoder.W_dec[layer][index[some]].to(into) * change[some, None, None]
             into[layer + 1 : layer + 1 + rows.shape[1]].index_add_(1, at[some], rows.transpose(0, 1))
 
@@ -132,7 +133,7 @@ class Edit(Rewrite):
         if layer not in self.silent:
             return z
         d_head = self.replacement.frozen.dims.d_head
-        z = z.unflatten(-1, (-1, d_head)).clone()
+        z = torch.unflatten(z, -1, (-1, d_head)).clone()
         z[..., self.silent[layer], :] = 0
         return z.flatten(-2)
 
@@ -224,8 +225,8 @@ def _respond(r: Replacement, edit: Edit, layer: int, x: Tensor, written: Tensor,
     """What the features of a layer write when the residual stream they read changes by x [T, D]."""
     at, index, value = edit.held_at(layer)
     own = (r.layer == layer).nonzero()[:, 0]
-    key = lambda at, index: at * r.transcoder.n_features + index  # noqa: E731
-    name, held = key(r.position[own], r.index[own]), key(at, index)
+    n = r.transcoder.n_features
+    name, held = r.position[own] * n + r.index[own], at * n + index  # one number for (position, feature)
     traced = value.new_zeros(len(held))
     same = held[:, None] == name[None]
     traced[same.any(1)] = r.activation[own[same.nonzero()[:, 1]]]
@@ -238,6 +239,30 @@ def _respond(r: Replacement, edit: Edit, layer: int, x: Tensor, written: Tensor,
 
 # ---- predicted against measured ----
 
+
+class Change(TypedDict):
+    """A weighted sum of targets before a change, and what `WAYS` say of the change."""
+
+    before: float
+    direct: float
+    measured_direct: float
+    predicted: float
+    measured: float
+
+
+class Check(Change):
+    """The same of sources that were scaled."""
+
+    sources: list[int]
+    targets: list[int]
+
+
+class EdgeCheck(Check):
+    """The same of one edge."""
+
+    weight: float
+
+
 WAYS: dict[str, dict[str, bool]] = {
     "direct": {"frozen": True, "respond": False},
     "measured_direct": {"hold_mlps": True},
@@ -248,27 +273,29 @@ WAYS: dict[str, dict[str, bool]] = {
 
 def check_changes(
     graph: Graph, changes: Sequence[dict[str, Any]], watch: Sequence[Mapping[int, float]]
-) -> list[dict[str, Any]]:
+) -> list[Change]:
     """Per change (arguments of `intervene`) and weighted sum of targets: value before, predicted and measured change.
 
     direct and measured_direct: the same without detours through other features, which is what edges alone say.
     Predicted with all other features held, measured with all MLPs held.
     """
-    rows, seen = [], {}
+    rows: list[Change] = []
+    seen: dict[str, dict[str, Outcome]] = {}
     for change, targets in zip(changes, watch, strict=True):
         nodes = sorted(targets)
         name = repr((sorted((k, repr(v)) for k, v in change.items()), nodes))
         if name not in seen:
             seen[name] = {label: intervene(graph, **change, **how, watch=nodes) for label, how in WAYS.items()}
         weight = torch.tensor([float(targets[n]) for n in nodes], dtype=torch.float64)
+        before = float(weight @ seen[name]["direct"].before.double().cpu())
         sums = {label: float(weight @ (o.after - o.before).double().cpu()) for label, o in seen[name].items()}
-        rows.append({"before": float(weight @ seen[name]["direct"].before.double().cpu()), **sums})
+        rows.append(cast(Change, {"before": before, **sums}))
     return rows
 
 
 def check_edges(
     graph: Graph, pairs: Sequence[tuple[Sequence[int], Mapping[int, float] | Sequence[int]]], factor: float = 0.0
-) -> list[dict[str, Any]]:
+) -> list[Check]:
     """Per (sources, targets): what scaling the sources by `factor` does to the (weighted) sum of the targets.
 
     An edge is ([source], [target]); a cluster edge lists all sources and all targets.
@@ -282,7 +309,7 @@ def check_edges(
     ]
 
 
-def check_top(graph: Graph, n: int = 50, factor: float = 0.0) -> list[dict[str, Any]]:
+def check_top(graph: Graph, n: int = 50, factor: float = 0.0) -> list[EdgeCheck]:
     """`check_edges` for the n largest kept edges between features or from features to logits, largest first."""
     source, target, weight = graph.edges()
     usable = graph.kind[source] == FEATURE
@@ -292,9 +319,7 @@ def check_top(graph: Graph, n: int = 50, factor: float = 0.0) -> list[dict[str, 
     return [{**row, "weight": float(weight[i])} for i, row in zip(order, rows, strict=True)]
 
 
-def agreement(
-    rows: Sequence[Mapping[str, float]], predicted: str = "predicted", measured: str = "measured"
-) -> dict[str, float | int | None]:
+def agreement(rows: Sequence[Mapping[str, Any]], predicted: str = "predicted", measured: str = "measured") -> Agreement:
     """Pearson and Spearman correlation of predicted and measured changes; None where they do not vary."""
     a, b = (torch.tensor([r[name] for r in rows], dtype=torch.float64) for name in (predicted, measured))
     return {"pearson": _correlation(a, b), "spearman": _correlation(_ranks(a), _ranks(b)), "n": len(rows)}

@@ -12,7 +12,7 @@ Where logits are capped (Gemma 2) the terms sum to the logit before the cap; mar
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -26,6 +26,14 @@ MEMORY_MB = 1024  # for gradients
 CANDIDATES = 2048  # sources per side among which the largest terms are looked for, the longest vectors first
 
 
+class Term(TypedDict):
+    """One summand of a logit."""
+
+    query_source: int  # node ids
+    key_source: int
+    term: float
+
+
 @dataclass
 class Look:
     """One attention logit as a sum of (query source, key source) terms."""
@@ -36,7 +44,7 @@ class Look:
     key: int
     logit: float  # S, before a cap
     margin: float | None  # S + b, after a cap: the gate is open where it is positive; None in a dense model
-    terms: list[dict[str, Any]]  # query_source, key_source (node ids), term; largest |term| first
+    terms: list[Term]  # largest |term| first
     rest: float  # sum of all other terms
     kinds: Tensor  # [5, 5]: sums of terms by kind of query source and key source (KINDS without logits)
     by_query: Tensor  # [n_sources]: all terms of a source on the query side

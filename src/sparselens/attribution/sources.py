@@ -81,7 +81,7 @@ class Replacement:
         weight, bias = self.transcoder.W_enc[layer].to(x), self.transcoder.b_enc[layer].to(x)
         # BatchTopK compares all tokens with each other; the others need no such thing.
         step = len(x) if self.transcoder.activation == "batchtopk" else TOKENS_AT_ONCE
-        parts = [self.transcoder.activate(layer, F.linear(part, weight, bias)) for part in x.split(step)]
+        parts = [self.transcoder.activate(layer, F.linear(part, weight, bias)) for part in torch.split(x, step)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     # ---- nodes ----
@@ -141,7 +141,7 @@ class Replacement:
         kind, at = self.kind_of(ids), self.places(ids)
         out = self.error.new_zeros(len(ids), self.n_layers + 1, self.error.shape[-1])
         features = (kind == FEATURE).nonzero()[:, 0]
-        for layer in self.layer[ids[features]].unique().tolist():
+        for layer in torch.unique(self.layer[ids[features]]).tolist():
             here = features[self.layer[ids[features]] == layer]
             rows = self.transcoder.W_dec[layer][self.index[ids[here]]].to(out)
             out[here, layer + 1 : layer + 1 + rows.shape[1]] = rows * self.activation[ids[here], None, None]
@@ -162,7 +162,7 @@ class Replacement:
             raise ValueError("only features and logits are targets; errors, tokens, positions and biases are sources")
         layer = torch.full_like(ids, self.n_layers)
         layer[kind == FEATURE] = self.layer[ids[kind == FEATURE]]
-        return [(int(one), (layer == one).nonzero()[:, 0]) for one in layer.unique()]
+        return [(int(one), (layer == one).nonzero()[:, 0]) for one in torch.unique(layer)]
 
     def _norm(self, layer: int) -> Norm | None:
         """The norm between the residual stream and what features read."""
@@ -206,7 +206,7 @@ class Replacement:
         if layer in self._rows:
             start = self._layer_part(layer).start
             return self._rows[layer][part.start - start : part.stop - start]
-        rows = self.transcoder.W_dec[layer][self.index[part]].to(self.error).flatten(1)
+        rows: Tensor = self.transcoder.W_dec[layer][self.index[part]].to(self.error).flatten(1)
         return rows.mul_(self.activation[part, None])
 
     def _layer_part(self, layer: int) -> slice:

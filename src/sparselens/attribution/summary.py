@@ -16,8 +16,9 @@ from .cluster_rules import node_name
 from .clusters import Cluster, ClusterEdge, balance, carry_clusters, choose_edge, cluster_edges
 from .graph import LOGIT, Graph
 from .head_shares import Carried
-from .interventions import agreement, check_changes, check_top
+from .interventions import Change, EdgeCheck, agreement, check_changes, check_top
 from .qk_terms import explain_look
+from .rows import ChangeRow, ClusterRow, EdgeRow, LookRow, MainRow, MapRow, ModelRows, SinglesRow
 
 FEATURES_LISTED = 8  # per cluster
 LOOKS = 3  # heads of the main edge whose logit is taken apart
@@ -34,7 +35,7 @@ def summarise(
     model: str = "",
     edge: str | None = None,
     strict: bool = True,
-) -> dict[str, Any]:
+) -> ModelRows:
     """All rows of a traced prompt. Needs a live graph.
 
     edge: "source->target", the one to look at closely; strict: whether it must exist (see clusters.choose_edge).
@@ -45,11 +46,10 @@ def summarise(
     if main not in edges:
         edges = [*edges[: settings.cluster_edges - 1], main]
     carried = carry_clusters(graph, edges, settings.links)
-    rows: list[dict[str, Any]] = [
-        {"source": clusters[e.source].name, "target": clusters[e.target].name, "flow": e.flow}
-        | _heads(c) | _renamed(change)
+    rows = [
+        _edge(clusters, e, c, change)
         for e, c, change in zip(edges, carried, _removals(graph, clusters, edges), strict=True)
-    ]  # fmt: skip
+    ]
     number = edges.index(main)
     singles = check_top(graph, settings.checks) if settings.checks else []
     return {
@@ -59,18 +59,16 @@ def summarise(
         "tokens": graph.tokens,
         "n_layers": graph.n_layers,
         "n_heads": graph.n_heads,
-        "target": [t | {"position": int(graph.position[-1])} for t in graph.targets],
+        "target": [{**t, "position": int(graph.position[-1])} for t in graph.targets],
         "completeness_error": graph.completeness_error,
         "scores": graph.scores(),
         "n_nodes": int(graph.node_kept.sum()),
         "n_edges": int(graph.edge_kept.sum()),
         "settings": graph.settings,
-        "clusters": [
-            _cluster(graph, c) | {"sums": sums} for c, sums in zip(clusters, balance(graph, clusters), strict=True)
-        ],
+        "clusters": [_cluster(graph, c, sums) for c, sums in zip(clusters, balance(graph, clusters), strict=True)],
         "edges": rows,
         "n_cluster_edges": len(every),
-        "main": rows[number] | _main(graph, clusters, main, carried[number]),
+        "main": _main(graph, clusters, main, carried[number], rows[number]),
         "looks": looks(graph, carried[number]),
         "agreement": agreement(rows),
         "agreement_direct": agreement(rows, "predicted_direct", "measured_direct"),
@@ -78,12 +76,15 @@ def summarise(
     }
 
 
-def _heads(carried: Carried) -> dict[str, Any]:
-    row = carried.as_json()
-    return row | {"n_heads_for_80": len(row["heads_for_80"])}
+def _edge(clusters: Sequence[Cluster], edge: ClusterEdge, carried: Carried, change: Change) -> EdgeRow:
+    row = carried.as_row()
+    return {
+        "source": clusters[edge.source].name, "target": clusters[edge.target].name, "flow": edge.flow, **row,
+        "n_heads_for_80": len(row["heads_for_80"]), **_renamed(change),
+    }  # fmt: skip
 
 
-def _renamed(change: dict[str, Any]) -> dict[str, Any]:
+def _renamed(change: Change) -> ChangeRow:
     """`direct` of an edge is its part through no head; of an intervention, its part through no other feature."""
     return {
         "before": change["before"], "predicted": change["predicted"], "measured": change["measured"],
@@ -91,7 +92,7 @@ def _renamed(change: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _removals(graph: Graph, clusters: Sequence[Cluster], edges: Sequence[ClusterEdge]) -> list[dict[str, Any]]:
+def _removals(graph: Graph, clusters: Sequence[Cluster], edges: Sequence[ClusterEdge]) -> list[Change]:
     """What removing the source cluster does to the targets of each edge. One set of runs per source cluster."""
     read = [set(edge.targets.tolist()) for edge in edges]
     watched = sorted(set().union(*read)) if read else []
@@ -101,7 +102,7 @@ def _removals(graph: Graph, clusters: Sequence[Cluster], edges: Sequence[Cluster
     return check_changes(graph, changes, [{t: float(t in own) for t in watched} for own in read])
 
 
-def _cluster(graph: Graph, cluster: Cluster) -> dict[str, Any]:
+def _cluster(graph: Graph, cluster: Cluster, sums: dict[str, float]) -> ClusterRow:
     features = [graph.node(n) for n in cluster.nodes if graph.node(n).kind == "feature"]
     features.sort(key=lambda node: -node.influence)
     return {
@@ -113,33 +114,35 @@ def _cluster(graph: Graph, cluster: Cluster) -> dict[str, Any]:
              "activation": f.value, "influence": f.influence}
             for f in features[:FEATURES_LISTED]
         ],
+        "sums": sums,
     }  # fmt: skip
 
 
-def _main(graph: Graph, clusters: Sequence[Cluster], edge: ClusterEdge, carried: Carried) -> dict[str, Any]:
+def _main(graph: Graph, clusters: Sequence[Cluster], edge: ClusterEdge, carried: Carried, row: EdgeRow) -> MainRow:
     """What figure 4 shows of its edge: cells to mark, attention maps of its heads, and the causal test of them."""
     links = carried.links_for(0.8)
     targets = dict.fromkeys(edge.targets.tolist(), 1.0) or {graph.n_nodes - 1: 1.0}
     (closed,) = check_changes(graph, [{"close": links}], [targets])
     return {
+        **row,
         "keys": clusters[edge.source].positions,
         "queries": clusters[edge.target].positions,
         "attention": [_map(graph, layer, head) for layer, head in carried.heads_for(0.8)],
-        "closed": {"n_links": len(links), "links": [list(link) for link in links]} | _renamed(closed),
+        "closed": {"n_links": len(links), "links": [list(link) for link in links], **_renamed(closed)},
     }
 
 
-def _map(graph: Graph, layer: int, head: int) -> dict[str, Any]:
+def _map(graph: Graph, layer: int, head: int) -> MapRow:
     weights = graph.replacement().frozen.pattern(layer, slice(head, head + 1))[0].cpu()
     cells = (weights >= FAINT).nonzero().tolist()
     return {
-        "layer": layer, "head": head, "cells": [[q, k, round(float(weights[q, k]), 4)] for q, k in cells],
+        "layer": layer, "head": head, "cells": [(q, k, round(float(weights[q, k]), 4)) for q, k in cells],
     }  # fmt: skip
 
 
-def looks(graph: Graph, carried: Carried) -> list[dict[str, Any]]:
+def looks(graph: Graph, carried: Carried) -> list[LookRow]:
     """Why the first heads of an edge look where they do: their largest links, as query x key terms."""
-    found = []
+    found: list[LookRow] = []
     for layer, head in carried.heads_for(0.8)[:LOOKS]:
         link = next((a for a in carried.arrival if (a["layer"], a["head"]) == (layer, head)), None)
         if link is None:
@@ -162,12 +165,12 @@ def looks(graph: Graph, carried: Carried) -> list[dict[str, Any]]:
     return found
 
 
-def _interventions(graph: Graph, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _interventions(graph: Graph, rows: list[EdgeCheck]) -> SinglesRow:
     """The strongest edges between single nodes, removed one by one."""
     return {
         "rows": [
             {"source": graph.label(row["sources"][0]), "target": graph.label(row["targets"][0]),
-             "weight": row["weight"]} | _renamed(row)
+             "weight": row["weight"], **_renamed(row)}
             for row in rows
         ],
         "agreement": agreement(rows),
@@ -175,7 +178,7 @@ def _interventions(graph: Graph, rows: list[dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def tell(rows: dict[str, Any]) -> str:
+def tell(rows: ModelRows) -> str:
     """A summary in words, for a terminal."""
     target, main = rows["target"][0], rows["main"]
     p = "" if target["probability"] is None else f", probability {target['probability']:.3f}"

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from .linear_model import Frozen
+from .rows import TargetRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 class Target(NamedTuple):
     """One thing to explain, and how the normed end of the residual stream is read for it."""
 
-    row: dict[str, Any]  # label, token id (or None), probability (or None), weight
+    row: TargetRow
     direction: Tensor  # [d_model]
     constant: Tensor  # []
 
@@ -76,4 +77,4 @@ def _token(tokenizer: "PreTrainedTokenizerBase", text: str | int, vocabulary: in
             f"target {text!r} is {len(ids)} tokens, {pieces}: name a single one "
             "(with its leading space, if it has one), or give its id"
         )
-    return ids[0]
+    return int(ids[0])

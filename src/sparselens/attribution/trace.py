@@ -25,6 +25,7 @@ from .clusters import Cluster, find_clusters
 from .graph import Graph
 from .growth import attribution_graph, prompt_ids
 from .neuronpedia import write_graph
+from .rows import ModelRows, TraceRows
 from .summary import summarise, tell
 
 Prompt = str | Sequence[int] | Tensor
@@ -95,17 +96,19 @@ def trace(
     }  # fmt: skip
     if not summed_up:
         return _graph(*models[0], prompt, target, growth)
-    called = [*names, *(name_of(model) for model, _ in models[len(names) :])]
+    called = [*names[: len(models)], *(name_of(model) for model, _ in models[len(names) :])]
     parts = _sum_up(models, called, prompt, target, growth, settings, rules, edge, say or (lambda text: None))
-    graph, rows = parts[0].graph, parts[0].rows | {"provenance": provenance()}
-    graph.rows = rows | ({"against": parts[1].rows} if against is not None else {})
+    rows = cast(TraceRows, {**parts[0].rows, "provenance": provenance()})
+    if against is not None:
+        rows["against"] = parts[1].rows
     if out is not None:
         for part, folder in zip(parts, (Path(out), Path(out) / "against"), strict=False):
             _write(part, rules, settings, folder)
-        write_json(Path(out) / "trace.json", graph.rows)
+        write_json(Path(out) / "trace.json", rows)
     if json is not None:
-        write_json(Path(json), graph.rows)
-    return graph
+        write_json(Path(json), rows)
+    parts[0].graph.rows = rows
+    return parts[0].graph
 
 
 def _with(settings: Trace, overrides: Mapping[str, Any]) -> Trace:
@@ -144,7 +147,8 @@ def _graph(
     if beside is not None and beside.replacement().frozen.ids.tolist() != ids:
         raise ValueError("the second model reads the prompt as other tokens than the first; compare related models")
     coder = coder.to(next(model.parameters()).device)
-    return attribution_graph(model, tokenizer, coder, prompt, target, **growth)
+    graph: Graph = attribution_graph(model, tokenizer, coder, prompt, target, **growth)
+    return graph
 
 
 @dataclass
@@ -154,7 +158,7 @@ class _Part:
     name: str
     graph: Graph
     clusters: list[Cluster]
-    rows: dict[str, Any]
+    rows: ModelRows
 
 
 def _sum_up(

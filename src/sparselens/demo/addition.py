@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .task import ANSWER
 
@@ -75,10 +75,11 @@ def make_model(seed: int = 0, dropout: float = 0.3) -> "tuple[PreTrainedModel, P
     )  # fmt: skip
     characters = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="?"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    return GPT2LMHeadModel(config), PreTrainedTokenizerFast(tokenizer_object=characters, unk_token="?")
+    model, tokenizer = GPT2LMHeadModel(config), PreTrainedTokenizerFast(tokenizer_object=characters, unk_token="?")  # type: ignore[no-untyped-call]
+    return model, tokenizer
 
 
-def answer(model: "PreTrainedModel", a: int, b: int) -> str:
+def answer(model: nn.Module, a: int, b: int) -> str:
     """The five digits the model writes for a + b."""
     with torch.no_grad():
         logits = model(encode(torch.tensor([[a, b]]))["input_ids"], use_cache=False).logits

@@ -33,24 +33,12 @@ DENSE = Training(
     steps=1200, batch=128, lr=3e-3, decay=0.9, evaluate_every=250, evaluate_sequences=500, checkpoint_every=500
 )
 SPARSE = Sparsify(
-    loss="cross-entropy",
-    density=None,
-    tolerance=0.0015,
-    slack=0.005,
-    slack_until=0.7,
-    control=True,
+    loss="cross-entropy", density=None, tolerance=0.0015, slack=0.005, slack_until=0.7, control=True,
     training=Training(
-        steps=1800,
-        batch=128,
-        lr=1e-3,
-        bias_lr=1e-2,
-        decay=0.6,
-        evaluate_every=25,
-        evaluate_sequences=500,
+        steps=1800, batch=128, lr=1e-3, bias_lr=1e-2, decay=0.6, evaluate_every=25, evaluate_sequences=500,
         checkpoint_every=600,
     ),
-)
-
+)  # fmt: skip
 ABOUT = {  # what the report should know of these models
     "name": "The addition model", "task": "addition", "exact": True, "filled": ANSWER,
     "prompts": [prompt_of(text) for text in ("36+28", "7+95", "50+50", "86+19")],
@@ -128,7 +116,14 @@ def demo(
     return run
 
 
-def _dense(run: Run, batches: AdditionBatches, settings: Training, resume: bool, show_progress: bool, say):
+def _dense(
+    run: Run,
+    batches: AdditionBatches,
+    settings: Training,
+    resume: bool,
+    show_progress: bool,
+    say: Callable[[str], None],
+) -> Loaded:
     folder = run.path / "base"
     if (folder / "model").is_dir():
         return load(folder / "model")
@@ -139,7 +134,7 @@ def _dense(run: Run, batches: AdditionBatches, settings: Training, resume: bool,
     return model, tokenizer
 
 
-def _circuits(run: Run, base, sparse, seed: int) -> dict[str, Any] | None:
+def _circuits(run: Run, base: Loaded, sparse: nn.Module, seed: int) -> dict[str, Any] | None:
     """Figures 2 and 3: how many edges explain addition in the dense, control and sparse model."""
     control = load(run.path / "control" / "model")
     names = ("Addition model", "Sparse addition model")
@@ -160,7 +155,13 @@ def _circuits(run: Run, base, sparse, seed: int) -> dict[str, Any] | None:
 
 
 def _features(
-    run: Run, base, sparse, batches: AdditionBatches, example: tuple[int, int], seed: int, show_progress: bool
+    run: Run,
+    base: Loaded,
+    sparse: Loaded,
+    batches: AdditionBatches,
+    example: tuple[int, int],
+    seed: int,
+    show_progress: bool,
 ) -> dict[str, Any]:
     """Figure 4: features of both models' MLPs, one sum traced through them, and the heads that carry it."""
     transcoders = {}
@@ -195,12 +196,12 @@ def trace_sum(
     return graph
 
 
-def _both_right(base, sparse, a: int, b: int) -> bool:
+def _both_right(base: nn.Module, sparse: nn.Module, a: int, b: int) -> bool:
     """Held-out sums are tried in order, 36 + 28 first: the picture shows one that both models get right."""
     return answer(base, a, b) == answer(sparse, a, b) == f"{a + b:05}"
 
 
-def flow_of(model, a: int, b: int) -> dict[str, Any]:
+def flow_of(model: Any, a: int, b: int) -> dict[str, Any]:
     """What figure 1 shows of one model: input, output, and the attention [layer][head][query][key] of one sum."""
     inputs = encode(torch.tensor([[a, b]]))["input_ids"]
     options: dict[str, Any] = {"gate_output": "pattern"} if is_gated(model) else {}

@@ -8,6 +8,7 @@ The first model is the one the others are compared with.
 """
 
 import json
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,7 @@ def behaviour(
     top: int = 3,
     seed: int = 0,
     micro_batch: int = 8,
-    say=print,
+    say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Everything side by side; see the top of this file. All models share one tokenizer.
 
@@ -98,7 +99,9 @@ def _share(right: torch.Tensor) -> dict[str, float]:
 
 
 @torch.no_grad()
-def _next_tokens(models: dict[str, nn.Module], tokenizer, prompts: list[str], top: int) -> list[dict[str, Any]]:
+def _next_tokens(
+    models: dict[str, nn.Module], tokenizer: "PreTrainedTokenizerBase", prompts: list[str], top: int
+) -> list[dict[str, Any]]:
     """Per prompt and model: the likeliest next tokens, and KL(first || model) of that one distribution."""
     words, rows = Words(tokenizer), []
     for prompt in prompts:

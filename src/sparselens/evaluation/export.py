@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from ..data.batches import first_token
 from ..models.loading import load, save

@@ -9,11 +9,16 @@ sides, which is what decides short calls. Peak memory counts inputs, outputs and
 import json
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..runs.run import check_writable, write_json
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Row = dict[str, Any]  # one measurement: shape, mode, milliseconds, ratios
 # batch, heads, kv_heads, tokens, d_head
 ISSUE = [(16, 12, 12, 1024, 64), (2, 32, 32, 2048, 128), (2, 32, 32, 4096, 64)]
 LONG = [(1, 32, 32, 8192, 64), (1, 16, 16, 16384, 64), (1, 32, 32, 8192, 128), (1, 16, 16, 16384, 128)]
@@ -23,7 +28,7 @@ OPEN_TOKENS = (4096, 8192, 16384, 32768, 65536)
 DENSITIES = (0.003, 0.01)
 
 
-def bench_kernels(quick: bool = False, json_path: str | Path | None = None, say: Callable[[str], None] = print) -> dict:
+def bench_kernels(quick: bool = False, json_path: str | Path | None = None, say: Callable[[str], None] = print) -> Row:
     """Measure, print a table, write JSON if asked. quick: three shapes and the reference, under two minutes."""
     import torch
 
@@ -36,7 +41,7 @@ def bench_kernels(quick: bool = False, json_path: str | Path | None = None, say:
         f"{'mode':22} {'batch,heads,kv,tokens,d':>24} {'ours ms':>8} {'SDPA ms':>8} {'ratio':>6} {'MiB':>7} {'SDPA':>7}"
     )
 
-    def add(rows: list[dict]) -> None:
+    def add(rows: list[Row]) -> None:
         for row in rows:
             result["rows"].append(row)
             shape = ",".join(str(row[key]) for key in ("batch", "heads", "kv_heads", "tokens", "d_head"))
@@ -111,13 +116,13 @@ def peak_mib(function: Callable[[], object]) -> float:
     return torch.cuda.max_memory_allocated() / 2**20
 
 
-def sdpa(q, k, v, causal: bool = True):
+def sdpa(q: "Tensor", k: "Tensor", v: "Tensor", causal: bool = True) -> "Tensor":
     import torch.nn.functional as F
 
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def flash():
+def flash() -> AbstractContextManager[None]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
@@ -151,7 +156,13 @@ def device_only(ours: Callable[[], object], dense: Callable[[], object]) -> dict
     return {name: round(value, 4) for name, value in times.items()}
 
 
-def row_of(shape: tuple, mode: str, ours: Callable[[], object], dense: Callable[[], object], **notes) -> dict:
+def row_of(
+    shape: tuple[int, int, int, int, int],
+    mode: str,
+    ours: Callable[[], object],
+    dense: Callable[[], object],
+    **notes: Any,
+) -> Row:
     batch, heads, kv_heads, tokens, d_head = shape
     ours_ms = median_ms(ours)
     with flash():
@@ -166,7 +177,7 @@ def row_of(shape: tuple, mode: str, ours: Callable[[], object], dense: Callable[
     return row | notes
 
 
-def random_inputs(batch: int, heads: int, kv_heads: int, tokens: int, d_head: int):
+def random_inputs(batch: int, heads: int, kv_heads: int, tokens: int, d_head: int) -> "tuple[Tensor, ...]":
     import torch
 
     torch.manual_seed(0)
@@ -178,7 +189,7 @@ def random_inputs(batch: int, heads: int, kv_heads: int, tokens: int, d_head: in
 def attention_rows(
     batch: int, heads: int, kv_heads: int, tokens: int, d_head: int,
     modes: tuple[str, ...] = ("forward-sampled", "forward-deterministic", "train-sampled"),
-) -> list[dict]:  # fmt: skip
+) -> list[Row]:  # fmt: skip
     import torch
 
     from ..gating import gated_attention
@@ -203,7 +214,7 @@ def attention_rows(
     def dense_train() -> None:
         torch.autograd.grad(sdpa(q, k, v), inputs[:3], dout)
 
-    runs: dict[str, tuple[Callable, Callable]] = {
+    runs: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
         "forward-sampled": (lambda: forward(True), dense_forward),
         "forward-deterministic": (lambda: forward(False), dense_forward),
         "train-sampled": (train, dense_train),
@@ -218,7 +229,7 @@ def attention_rows(
     return rows
 
 
-def reference_rows() -> list[dict]:
+def reference_rows() -> list[Row]:
     """One training shape, small enough for the reference's queries x keys tensors."""
     import torch
 
@@ -238,7 +249,9 @@ def reference_rows() -> list[dict]:
 # ---------------------------------------------------------------- sparsity that pays at inference
 
 
-def sparse_inputs(batch: int, heads: int, kv_heads: int, tokens: int, d_head: int, density: float):
+def sparse_inputs(
+    batch: int, heads: int, kv_heads: int, tokens: int, d_head: int, density: float
+) -> "tuple[Tensor, ...]":
     """q, k, v, bias whose open gates are a mixture of near keys, four sink keys and scattered keys.
 
     Position enters through random Fourier features, as with rotary embeddings, the wider the more edges there are; the
@@ -255,7 +268,7 @@ def sparse_inputs(batch: int, heads: int, kv_heads: int, tokens: int, d_head: in
     place = torch.cat([phase.cos(), phase.sin()], -1) * (8 / (near / 2)) ** 0.5  # own position: 8, far away: about 0
     is_sink = (torch.arange(tokens, device="cuda") < 4).float()[:, None]
 
-    def build(n: int, ours: bool):
+    def build(n: int, ours: bool) -> "Tensor":
         noise = torch.randn(batch, n, tokens, content, device="cuda", generator=generator) * (1.5 / content**0.5) ** 0.5
         marks = torch.ones_like(is_sink) * 8 if ours else is_sink
         fixed = torch.cat([place, marks], -1).expand(batch, n, -1, -1)
@@ -271,7 +284,7 @@ def sparse_inputs(batch: int, heads: int, kv_heads: int, tokens: int, d_head: in
     return q, k, v, (-threshold).expand(heads).contiguous(), logits > threshold, rows
 
 
-def shares_of(inputs) -> dict[str, float]:
+def shares_of(inputs: "tuple[Tensor, ...]") -> dict[str, float]:
     """How much of the open edges is near (within 64 keys) or at a sink, on the sampled queries of the first head."""
     import torch
 
@@ -283,7 +296,7 @@ def shares_of(inputs) -> dict[str, float]:
     return {"local": round(float(near.sum() / opened.sum()), 2), "sinks": round(float(sinks.sum() / opened.sum()), 2)}
 
 
-def prefill_row(batch: int, heads: int, tokens: int, d_head: int, density: float) -> dict:
+def prefill_row(batch: int, heads: int, tokens: int, d_head: int, density: float) -> Row:
     import torch
 
     from ..gating import gated_attention
@@ -300,7 +313,7 @@ def prefill_row(batch: int, heads: int, tokens: int, d_head: int, density: float
         )  # fmt: skip
 
 
-def decode_row(batch: int, heads: int, kv_heads: int, tokens: int, d_head: int, density: float) -> dict:
+def decode_row(batch: int, heads: int, kv_heads: int, tokens: int, d_head: int, density: float) -> Row:
     """One new token against a cache of `tokens`."""
     import torch
 
@@ -343,19 +356,19 @@ def train_step(batch: int = 32, tokens: int = 1024, steps: int = 15) -> dict[str
     result: dict[str, float] = {"batch": batch, "tokens": tokens}
     for name in ("dense", "sparse"):
         torch.manual_seed(0)
-        model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa").to("cuda").train()
+        model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa").to("cuda").train()  # type: ignore[no-untyped-call]
         if name == "sparse":
             add_gates(model, Gate(bias=0.0))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-        def step(seed: int, gated: bool = name == "sparse", model=model, optimizer=optimizer) -> None:
+        def step(seed: int, gated: bool = name == "sparse", model: Any = model, optimizer: Any = optimizer) -> None:
             with torch.autocast("cuda", torch.bfloat16):
                 options = {"output_attentions": True, "gate_sample": True, "gate_seed": seed} if gated else {}
                 output = model(input_ids=ids, labels=ids, use_cache=False, **options)
                 loss = output.loss
                 if gated:
-                    record = torch.stack(output.attentions)
-                    loss = loss + record[..., 0].sum() / record[..., 1].sum()
+                    opened, possible = torch.stack(output.attentions).unbind(-1)
+                    loss = loss + opened.sum() / possible.sum()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

@@ -99,7 +99,7 @@ def answer_benchmarks(
 
     words = Words(tokenizer)
 
-    class FromTheStart(HFLM):
+    class FromTheStart(HFLM):  # type: ignore[misc]  # untyped
         """Contexts begin as all other prompts here do."""
 
         def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -107,7 +107,7 @@ def answer_benchmarks(
             return words.begin(asked), answered
 
     known = TaskManager(include_defaults=False)  # the tasks are here already: no need to search for them again
-    lm = FromTheStart(pretrained=model, tokenizer=tokenizer, batch_size=batch)  # type: ignore[arg-type]
+    lm = FromTheStart(pretrained=model, tokenizer=tokenizer, batch_size=batch)
     found = simple_evaluate(model=lm, tasks=list(benchmarks), limit=limit, log_samples=False, task_manager=known)
     return benchmark_rows(found)
 

@@ -115,7 +115,8 @@ def _sort(sources: list[Source], more: bool) -> tuple[list[Run], list[Source]]:
     """Runs, and models that are in none. more: whether there is more to find out than a Run's own text says."""
     if not sources:
         raise ValueError("nothing to evaluate: name a Run or a model")
-    runs, others = [], []
+    runs: list[Run] = []
+    others: list[Source] = []
     for source in sources:
         if isinstance(source, Run):
             runs.append(_checked(source, more))

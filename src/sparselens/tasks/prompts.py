@@ -143,8 +143,8 @@ class Prompts:
 
         None are made anywhere else: with a large vocabulary they would be most of the work.
         """
-        positions, where = self.position.unique(return_inverse=True)
-        logits = model(input_ids=ids, use_cache=False, logits_to_keep=positions).logits
+        positions, where = torch.unique(self.position, return_inverse=True)
+        logits: Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=positions).logits
         return logits.gather(1, where[..., None].expand(*where.shape, logits.shape[-1]))
 
     def score(self, logits: Tensor) -> Tensor:

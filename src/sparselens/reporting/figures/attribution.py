@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ...attribution.rows import ClusterRow, EdgeRow, MainRow, MapRow, ModelRows, TraceRows
 from .style import BLUE, GREY, INK, LIGHT, ORANGE, SUFFIXES, pyplot, save
 
 RED = "#c8102e"
@@ -25,7 +26,7 @@ VISIBLE = {"\n": "↵", "\r": "↵", "\t": "⇥"}
 SLOT = 0.62  # inches per position, where the prompt is short enough
 
 
-def draw_trace_all(trace: dict[str, Any], folder: str | Path) -> list[Path]:
+def draw_trace_all(trace: TraceRows, folder: str | Path) -> list[Path]:
     """figure4 as PNG, SVG and PDF."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -34,12 +35,11 @@ def draw_trace_all(trace: dict[str, Any], folder: str | Path) -> list[Path]:
     return paths
 
 
-def draw_trace(trace: dict[str, Any], *paths: str | Path) -> None:
+def draw_trace(trace: TraceRows, *paths: str | Path) -> None:
     """Figure 4 of trace.json: one model, or two where it has `against`. Suffixes of paths say which formats."""
-    models = [trace]
-    if trace.get("against"):
-        # The denser model on the left; of two alike, the one compared against.
-        models = sorted([trace["against"], trace], key=lambda m: bool(m.get("gated")))
+    second = trace.get("against")
+    # The denser model on the left; of two alike, the one compared against.
+    models: list[ModelRows] = sorted([second, trace], key=lambda m: bool(m.get("gated"))) if second else [trace]
     heights = _heights(models)
     with pyplot() as plt:
         figure = plt.figure(figsize=(WIDTH, sum(heights)))
@@ -50,7 +50,7 @@ def draw_trace(trace: dict[str, Any], *paths: str | Path) -> None:
         save(figure, *paths)
 
 
-def _heights(models: list[dict[str, Any]]) -> tuple[float, float]:
+def _heights(models: list[ModelRows]) -> tuple[float, float]:
     """(of the maps, of the diagram) in inches."""
     counts = [len(m["main"]["attention"]) for m in models]
     most = max(counts)
@@ -96,7 +96,7 @@ def _cut(text: str, most: int) -> str:
 class _Page:
     """One page. Coordinates in inches, from the lower left."""
 
-    def __init__(self, axis, models: list[dict[str, Any]], maps_height: float, diagram_height: float):
+    def __init__(self, axis: Any, models: list[ModelRows], maps_height: float, diagram_height: float):
         self.axis, self.models = axis, models
         self.floor, self.top = diagram_height, maps_height + diagram_height
         self.shown = models[-1]  # whose clusters are drawn
@@ -118,7 +118,7 @@ class _Page:
 
     # ---- attention maps ----
 
-    def panel(self, model: dict[str, Any], x: float, width: float) -> None:
+    def panel(self, model: ModelRows, x: float, width: float) -> None:
         main = model["main"]
         total, n = model["n_layers"] * model["n_heads"], main["n_heads_for_80"]
         self.text(x, self.top - 0.2, _cut(visible(model.get("model") or "model"), 40), 10, ha="left", weight="bold")
@@ -148,7 +148,7 @@ class _Page:
             self.axis.annotate("", (x - 0.24 + dx, y + dy), (x - 0.24, y), arrowprops=arrow)
             self.text(x - 0.24 + dx * 0.55 + 0.06 * (dy > 0), y - 0.07 * (dx > 0) + dy * 1.3, name, 6.5)
 
-    def map(self, one: dict[str, Any], main: dict[str, Any], n: int, x: float, y: float, side: float) -> None:
+    def map(self, one: MapRow, main: MainRow, n: int, x: float, y: float, side: float) -> None:
         import numpy as np
         from matplotlib.colors import to_rgb
         from matplotlib.patches import Rectangle
@@ -201,7 +201,7 @@ class _Page:
             x -= 0.75
         self.arrows(places, row, high)
 
-    def prompt(self, clusters: list[dict[str, Any]]) -> tuple[dict[int, float], float]:
+    def prompt(self, clusters: list[ClusterRow]) -> tuple[dict[int, float], float]:
         """Write the prompt; returns the centre of every position that is shown, and the size of its letters."""
         tokens, main = self.shown["tokens"], self.shown["main"]
         words = _sentence(tokens, {p for c in clusters for p in c["positions"]})
@@ -225,7 +225,7 @@ class _Page:
             x += width
         return centres, size
 
-    def box(self, cluster: dict[str, Any], x: float, y: float, width: float) -> None:
+    def box(self, cluster: ClusterRow, x: float, y: float, width: float) -> None:
         from matplotlib.patches import FancyBboxPatch
 
         output = cluster["kind"] == "output"
@@ -267,7 +267,7 @@ class _Page:
             )  # fmt: skip
         self.caption(high)
 
-    def named(self, name: str) -> dict[str, Any]:
+    def named(self, name: str) -> ClusterRow:
         return next(c for c in self.shown["clusters"] if c["name"] == name)
 
     def caption(self, high: float) -> None:
@@ -288,7 +288,7 @@ class _Page:
 # ---- what to show, and where -----------------------------------------------------------------------------------------
 
 
-def _cells(main: dict[str, Any], tokens: list[str]) -> str:
+def _cells(main: MainRow, tokens: list[str]) -> str:
     """Which cell is red, in words."""
     ends = []
     for name, positions in (("key", main["keys"]), ("query", main["queries"])):
@@ -311,8 +311,8 @@ def _grid(n: int, width: float, height: float) -> tuple[int, float, float]:
 
 
 def _drawn(
-    clusters: list[dict[str, Any]], edges: list[dict[str, Any]], main: dict[str, Any]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    clusters: list[ClusterRow], edges: list[EdgeRow], main: MainRow
+) -> tuple[list[ClusterRow], list[ClusterRow]]:
     """(clusters in boxes beside the prompt, in its order; what pushes the answer, and the answer)."""
     output = next(c for c in clusters if c["kind"] == "output")
     answers = [c for c in clusters if c["kind"] == "say"] + [output]
@@ -330,17 +330,17 @@ def _drawn(
     return sorted(others[:MOST_BOXES], key=lambda c: sum(c["positions"]) / len(c["positions"])), answers
 
 
-def _box_name(cluster: dict[str, Any]) -> str:
+def _box_name(cluster: ClusterRow) -> str:
     name = cluster["name"].removesuffix(" (output)") if cluster["kind"] == "output" else cluster["name"]
     return _cut(visible(name), 18)
 
 
-def _box_width(cluster: dict[str, Any]) -> float:
+def _box_width(cluster: ClusterRow) -> float:
     low, high = cluster["layers"]
     return max(0.085 * len(_box_name(cluster)) + 0.3, 0.75 if low == high else 0.85)
 
 
-def _spread(clusters: list[dict[str, Any]], centres: dict[int, float]) -> list[tuple[float, float]]:
+def _spread(clusters: list[ClusterRow], centres: dict[int, float]) -> list[tuple[float, float]]:
     """(x, width) of boxes near their words, none on top of another, all on the page."""
     widths = [_box_width(c) for c in clusters]
     at = []

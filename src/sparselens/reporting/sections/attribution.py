@@ -6,11 +6,13 @@ features of the Graph, the most influential first.
 """
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from ...attribution.rows import TraceRows
 from ...runs.run import Run, read_json
 from ..packing import finite, short
 from . import Section
@@ -31,11 +33,12 @@ def traced_prompts(folder: Path) -> list[str]:
     return list(dict.fromkeys(str(read_trace(path).get("prompt", "")) for path in trace_files(folder)))
 
 
-def read_trace(path: Path) -> dict[str, Any]:
+def read_trace(path: Path) -> TraceRows:
+    """trace.json as `trace` writes it. From outside: what is missing in it shows when it is read."""
     found = read_json(path)
     if not isinstance(found, dict):
         raise ValueError(f"{path} is damaged: expected an object; trace the prompt again or remove it")
-    return found
+    return cast(TraceRows, found)
 
 
 def traces(run: Run) -> list[dict[str, Any]]:
@@ -45,17 +48,17 @@ def traces(run: Run) -> list[dict[str, Any]]:
         value = read_trace(path)
         name = path.parent.name if path.parent != run.path else "trace"
         found.append(one_trace(value, name) | {"graph": features(path.parent)})
-        if isinstance(value.get("against"), dict):
-            found.append(one_trace(value["against"], f"{name}, against") | {"graph": features(path.parent / "against")})
+        if isinstance(second := value.get("against"), dict):
+            found.append(one_trace(second, f"{name}, against") | {"graph": features(path.parent / "against")})
     return found
 
 
-def one_trace(value: dict[str, Any], name: str) -> dict[str, Any]:
+def one_trace(value: Mapping[str, Any], name: str) -> dict[str, Any]:
     """trace.json with names made indices, lists cut to what fits, and nothing missing that the page needs."""
     clusters = [_cluster(cluster) for cluster in value.get("clusters", [])]
     place = {cluster["name"]: i for i, cluster in enumerate(clusters)}
-    found = [_edge(edge, place) for edge in value.get("edges") or value.get("cluster_edges") or []]
-    edges = sorted((edge for edge in found if edge), key=lambda edge: -edge["flow"])
+    rows = [_edge(edge, place) for edge in value.get("edges") or value.get("cluster_edges") or []]
+    edges = sorted((edge for edge in rows if edge), key=lambda edge: -edge["flow"])
     targets = value.get("target")
     listed = targets if isinstance(targets, list) else [targets]
     labels = [str(target.get("label", "")) if isinstance(target, dict) else str(target) for target in listed]
@@ -63,7 +66,8 @@ def one_trace(value: dict[str, Any], name: str) -> dict[str, Any]:
         "prompt", "tokens", "n_layers", "n_heads", "model", "completeness_error", "scores", "agreement",
         "agreement_direct",
     )  # fmt: skip
-    return finite({key: value.get(key) for key in kept}) | {
+    found: dict[str, Any] = finite({key: value.get(key) for key in kept})
+    return found | {
         "name": name,
         "role": "sparse" if value.get("gated") else "dense",
         "target": ", ".join(labels),
@@ -82,7 +86,7 @@ def _main(main: dict[str, Any] | None, edges: list[dict[str, Any]], place: dict[
     ends = (place.get(main.get("source", "")), place.get(main.get("target", "")))
     at = next((i for i, edge in enumerate(edges) if (edge["source"], edge["target"]) == ends), None)
     closed = main.get("closed") or {}
-    return {"edge": at} | finite({name: closed.get(name) for name in ("n_links", "predicted", "measured")})
+    return {"edge": at, **finite({name: closed.get(name) for name in ("n_links", "predicted", "measured")})}
 
 
 def _look(look: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +95,7 @@ def _look(look: dict[str, Any]) -> dict[str, Any]:
         f"{one['source']} (margin {one['margin_without']:.2f})" if isinstance(one, dict) else str(one)
         for one in look.get("closing") or []
     ]
-    return short(look | {"closing": closing}, 6)
+    return dict(short(look | {"closing": closing}, 6))
 
 
 def _cluster(cluster: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +124,7 @@ def _edge(edge: dict[str, Any], place: dict[str, int]) -> dict[str, Any] | None:
     numbers = {name: edge.get(name) for name in names} | {"flow": abs(edge.get("flow", edge["weight"]))}
     links = {name: short((edge.get(name) or [])[:MOST_LINKS], 6) for name in ("departure", "arrival")}
     heads = [_head(head) for head in edge.get("heads_for_80") or []]
-    return finite(numbers) | links | {"source": ends[0], "target": ends[1], "heads": heads}
+    return {**finite(numbers), **links, "source": ends[0], "target": ends[1], "heads": heads}
 
 
 def _head(head: Any) -> dict[str, Any]:
@@ -153,7 +157,7 @@ def features(folder: Path) -> dict[str, Any] | None:
     inside = table["edge_kept"].astype(bool) & (place[table["source"]] >= 0) & (place[target] >= 0)
     edges = np.flatnonzero(inside)
     edges = edges[np.argsort(-np.abs(table["weight"][edges]), kind="stable")][:MOST_EDGES]
-    return short(
+    found: dict[str, Any] = short(
         {
             "kinds": KINDS,
             **{
@@ -167,6 +171,7 @@ def features(folder: Path) -> dict[str, Any] | None:
             "total_edges": int(table["edge_kept"].sum()),
         }
     )
+    return found
 
 
 def _command(run: Run) -> str:

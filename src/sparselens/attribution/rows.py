@@ -1,0 +1,201 @@
+"""trace.json, key by key: what `trace` writes, figure 4 draws and the report shows. No torch."""
+
+from typing import Any, NotRequired, TypedDict
+
+
+class TargetRow(TypedDict):
+    """One thing that is explained."""
+
+    label: str
+    token: int | None  # vocabulary id; None for a difference or a direction
+    probability: float | None
+    weight: float  # of several targets; they sum to 1
+
+
+class PlacedTarget(TargetRow):
+    """The same, and where in the prompt."""
+
+    position: int
+
+
+class HeadShare(TypedDict):
+    """What one head brings of an edge."""
+
+    layer: int
+    head: int
+    share: float
+
+
+class LinkShare(HeadShare):
+    """What passes through one head from one key to one query."""
+
+    query: int
+    key: int
+
+
+class CarriedRow(TypedDict):
+    """An edge by the heads that carry it (head_shares.py); all shares in the unit of its weight."""
+
+    weight: float
+    departure: list[LinkShare]
+    arrival: list[LinkShare]
+    departure_rest: float
+    arrival_rest: float
+    direct: float  # through no head
+    single_hop: float
+    multi_hop: float
+    heads_for_80: list[HeadShare]
+
+
+class ChangeRow(TypedDict):
+    """A target when something is removed: its value before, and the change, predicted and measured."""
+
+    before: float
+    predicted: float
+    measured: float
+    predicted_direct: float  # all other features held
+    measured_direct: float  # all MLPs held
+
+
+class EdgeRow(CarriedRow, ChangeRow):
+    """An edge between clusters; the change is what happens to its target when the source cluster is removed."""
+
+    source: str
+    target: str
+    flow: float
+    n_heads_for_80: int
+
+
+class MapRow(TypedDict):
+    """The attention map of one head, faint cells left out."""
+
+    layer: int
+    head: int
+    cells: list[tuple[int, int, float]]  # query, key, weight
+
+
+class ClosedRow(ChangeRow):
+    """What closing the links that carry 80 % of an edge does."""
+
+    n_links: int
+    links: list[list[int]]  # layer, head, query, key
+
+
+class MainRow(EdgeRow):
+    """The edge that was looked at closely."""
+
+    keys: list[int]  # positions of its source
+    queries: list[int]  # and of its target
+    attention: list[MapRow]
+    closed: ClosedRow
+
+
+class FeatureRow(TypedDict):
+    """A feature of a cluster."""
+
+    id: str
+    layer: int
+    position: int
+    feature: int
+    activation: float
+    influence: float
+
+
+class ClusterRow(TypedDict):
+    """A named group of nodes."""
+
+    name: str
+    kind: str  # word, marks, say, output or chosen
+    positions: list[int]
+    layers: list[int]  # lowest, highest
+    influence: float
+    n_features: int
+    nodes: list[str]
+    top_features: list[FeatureRow]
+    sums: dict[str, float]  # value = clusters + within + outside + biases
+
+
+class TermRow(TypedDict):
+    """One pair of sources in an attention logit."""
+
+    query_source: str
+    key_source: str
+    term: float
+
+
+class ClosingRow(TypedDict):
+    """A source without which a gate would close."""
+
+    source: str
+    margin_without: float
+
+
+class LookRow(TypedDict):
+    """Why a head looks from a query at a key."""
+
+    layer: int
+    head: int
+    query: int
+    key: int
+    logit: float
+    margin: float | None  # None: no gate
+    rest: float
+    certain: bool
+    terms: list[TermRow]
+    closing: list[ClosingRow]
+
+
+class Agreement(TypedDict):
+    """Correlations of predicted and measured changes; None where they do not vary."""
+
+    pearson: float | None
+    spearman: float | None
+    n: int
+
+
+class SingleRow(ChangeRow):
+    """An edge between two nodes, its source removed."""
+
+    source: str
+    target: str
+    weight: float
+
+
+class SinglesRow(TypedDict):
+    """The strongest edges between single nodes, and how well they predict."""
+
+    rows: list[SingleRow]
+    agreement: Agreement
+    agreement_direct: Agreement
+
+
+class ModelRows(TypedDict):
+    """One prompt in one model."""
+
+    model: str
+    gated: bool
+    prompt: str
+    tokens: list[str]
+    n_layers: int
+    n_heads: int
+    target: list[PlacedTarget]
+    completeness_error: float
+    scores: dict[str, float]  # replacement, completeness
+    n_nodes: int
+    n_edges: int
+    settings: dict[str, Any]
+    clusters: list[ClusterRow]
+    edges: list[EdgeRow]
+    n_cluster_edges: int
+    main: MainRow
+    looks: list[LookRow]
+    agreement: Agreement
+    agreement_direct: Agreement
+    interventions: SinglesRow
+
+
+class TraceRows(ModelRows):
+    """trace.json."""
+
+    provenance: dict[str, Any]
+    against: NotRequired[ModelRows]  # the second model
