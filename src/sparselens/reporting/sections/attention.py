@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ...runs.about import about
 from ...runs.run import Run
 from ..packing import finite, pack_margins, pack_weights
 from . import Section, Shown
@@ -35,8 +36,9 @@ def attention(run: Run, budget: int = BUDGET) -> dict[str, Any] | None:
             left_out.append(f"the control's maps of {prompt['text'][:60]!r}")
         room -= _size(packed)
         prompts.append(packed)
-    kept = {name: rows.get(name) for name in ("shape", "parallel_answer", "notes")}
-    return finite(kept | {"prompts": prompts, "left_out": left_out})
+    kept = {"shape": rows.get("shape"), "notes": rows.get("notes"), "filled": about(run)["filled"]}
+    found: dict[str, Any] = finite(kept | {"prompts": prompts, "left_out": left_out})
+    return found
 
 
 def _fitting(prompt: dict[str, Any], folder: Path, room: float) -> dict[str, Any] | None:

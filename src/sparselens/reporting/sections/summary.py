@@ -7,6 +7,7 @@ the Run's own numbers: no verdict is written by hand.
 from typing import Any
 
 from ...circuits.rows import MEAN, wording
+from ...runs.about import About, about
 from ...runs.run import Run
 from ..packing import finite
 from . import Section, Shown
@@ -23,12 +24,13 @@ def summary(shown: Shown) -> dict[str, Any]:
     rows = _rows(run)
     name = "results.json" if run.record.get("kind") == "transcode" else "summary.json"
     results = run.read(name) if (run.path / name).is_file() else {}
-    config = run.record.get("config", {})
+    config, told = run.record.get("config", {}), about(run)
     found: dict[str, Any] = finite(
         {
             "title": title(run),
             "kind": run.record.get("kind", "run"),
-            "sentence": _sentence(title(run), rows, results, config),
+            "sentence": _sentence(title(run), rows, results, config, told),
+            "exact": told["exact"],
             "table": [_table_row(role, rows.get(role), circuits) for role in ROLES if role in rows],
             "task": circuits["tasks"][0]["name"] if circuits and circuits["tasks"] else None,
             "verdicts": verdicts(rows, results, config, circuits, shown["attribution"]),
@@ -48,7 +50,7 @@ def _rows(run: Run) -> dict[str, dict[str, Any]]:
     return {row["kind"]: row for row in run.read("evaluation.json")}
 
 
-def _sentence(name: str, rows: dict[str, Any], summary: dict[str, Any], config: dict[str, Any]) -> str:
+def _sentence(name: str, rows: dict[str, Any], summary: dict[str, Any], config: dict[str, Any], told: About) -> str:
     sparse, base = rows.get("sparse"), rows.get("base")
     if "fvu" in summary:
         return (
@@ -57,20 +59,14 @@ def _sentence(name: str, rows: dict[str, Any], summary: dict[str, Any], config: 
         )
     if sparse is None:
         return f"{name}: this Run has not been evaluated yet."
-    who = "The addition model" if _counts_exact(config) else name
-    text = f"{who} keeps {_percent(sparse['density'])} of its attention edges"
-    if _counts_exact(config):
-        return f"{text} and gets {_percent(sparse['exact'])} of held-out sums exactly right."
+    text = f"{told['name'] or name} keeps {_percent(sparse['density'])} of its attention edges"
+    if told["exact"]:
+        return f"{text} and gets {_percent(sparse['exact'])} of held-out sequences exactly right."
     if config.get("loss") == "kl" and sparse.get("kl_to_base") is not None:
         return f"{text}, at {sparse['kl_to_base']:.3f} nats KL to the base model."
     if base is not None:
         return f"{text}; its held-out loss is {sparse['loss']:.3f} nats, the base model's {base['loss']:.3f}."
     return f"{text}."
-
-
-def _counts_exact(config: dict[str, Any]) -> bool:
-    """Exactly right sequences mean something for sums, nothing for text."""
-    return config.get("model") == "addition"
 
 
 def _percent(share: float) -> str:
