@@ -21,7 +21,8 @@ def training(run: Run) -> dict[str, Any] | None:
     if not lines:
         return None
     found = _transcoder(lines) if run.record.get("kind") == "transcode" else _sparsified(run, lines)
-    return short(found, 5)
+    shown: dict[str, Any] = short(found, 5)
+    return shown
 
 
 def _sparsified(run: Run, lines: list[dict[str, Any]]) -> dict[str, Any]:
@@ -120,7 +121,7 @@ def _chart(title: str, unit: str, *lines: tuple[str, ...], log: bool = False, sh
     return {"title": title, "unit": unit + (", log scale" if log else ""), "lines": parts, "log": log, "share": share}
 
 
-def _any(series: dict[str, dict[str, list]], place: list[str]) -> bool:
+def _any(series: dict[str, dict[str, list[Any]]], place: list[str]) -> bool:
     return any(value is not None for value in series[place[0]][place[1]])
 
 
