@@ -36,7 +36,7 @@ def draw_figure2(comparison: ComparisonRows, folder: Path, part: str, suffix: st
     for reading in common:
         panels = [(task, reading) for task in tasks]
         if reading == common[0] and len(tasks) == 1:
-            panels = [*((task, other) for task in tasks for other in common[1:2]), *panels]
+            panels = [(tasks[0], other) for other in (*common[1:2], reading)]
         paths.append(folder / f"figure2{wording(reading).file}{part}.{suffix}")
         draw_curves(comparison, panels, paths[-1], threshold)
     return paths

@@ -43,7 +43,7 @@ def attention(run: Run, budget: int = BUDGET) -> dict[str, Any] | None:
 
 def _fitting(prompt: dict[str, Any], folder: Path, room: float) -> dict[str, Any] | None:
     """The prompt in 16 bits, in 8, or in 8 without its control: the first that fits, or None."""
-    tensors = _read(folder / Path(prompt["file"]).name)  # beside attention.json, wherever the name points
+    tensors = read_maps(folder / Path(prompt["file"]).name)  # beside attention.json, wherever the name points
     for bits, without in ((16, ""), (8, ""), (8, "control")):
         packed = _prompt(prompt, tensors, bits, without)
         if _size(packed) <= room:
@@ -72,7 +72,8 @@ def _prompt(prompt: dict[str, Any], tensors: dict[str, np.ndarray], bits: int, w
     return {"text": prompt["text"], "tokens": prompt["tokens"], "cut": prompt.get("cut", False), "models": models}
 
 
-def _read(path: Path) -> dict[str, np.ndarray]:
+def read_maps(path: Path) -> dict[str, np.ndarray]:
+    """A prompt's attention: ROLE.weights and, for a gated model, ROLE.margin, [layers, heads, queries, keys]."""
     from safetensors.numpy import load_file
 
     try:
