@@ -37,8 +37,7 @@ def attention(run: Run, budget: int = BUDGET) -> dict[str, Any] | None:
         room -= _size(packed)
         prompts.append(packed)
     kept = {"shape": rows.get("shape"), "notes": rows.get("notes"), "filled": about(run)["filled"]}
-    found: dict[str, Any] = finite(kept | {"prompts": prompts, "left_out": left_out})
-    return found
+    return finite(kept | {"prompts": prompts, "left_out": left_out})
 
 
 def _fitting(prompt: dict[str, Any], folder: Path, room: float) -> dict[str, Any] | None:

@@ -80,7 +80,7 @@ def _model(results: Results) -> dict[str, Any]:
     found = {name: value for name, value in results.items() if name not in told}
     if "open_edges" in results:
         found["open_edges"] = {k: v for k, v in results["open_edges"].items() if k not in ("open", "columns")}
-    return finite(found)  # type: ignore[no-any-return]
+    return finite(found)
 
 
 def _reading(reading: str, task: str, models: dict[str, Results], path: Path) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def summary(shown: Shown) -> dict[str, Any]:
     name = "results.json" if run.record.get("kind") == "transcode" else "summary.json"
     results = run.read(name) if (run.path / name).is_file() else {}
     config, told = run.record.get("config", {}), about(run)
-    found: dict[str, Any] = finite(
+    return finite(
         {
             "title": title(run),
             "kind": run.record.get("kind", "run"),
@@ -49,7 +49,6 @@ def summary(shown: Shown) -> dict[str, Any]:
             "run": run.path.name,
         }
     )
-    return found
 
 
 def _rows(run: Run) -> dict[str, Row]:

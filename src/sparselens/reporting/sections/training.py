@@ -21,8 +21,7 @@ def training(run: Run) -> dict[str, Any] | None:
     if not lines:
         return None
     found = _transcoder(lines) if run.record.get("kind") == "transcode" else _sparsified(run, lines)
-    shown: dict[str, Any] = short(found, 5)
-    return shown
+    return short(found, 5)
 
 
 def _sparsified(run: Run, lines: list[dict[str, Any]]) -> dict[str, Any]:
