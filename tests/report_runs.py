@@ -101,7 +101,7 @@ def write_attention(
         )
     shape = {"n_layers": n_layers, "n_heads": n_heads}
     # Not write_json: it writes UTF-8, which has no lone surrogates.
-    rows = {"shape": shape, "parallel_answer": False, "prompts": prompts, "notes": []}
+    rows = {"shape": shape, "prompts": prompts, "notes": []}
     (folder / "attention.json").write_text(json.dumps(rows))
 
 

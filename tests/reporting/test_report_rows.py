@@ -1,6 +1,7 @@
 """From models to the report: attention rows are the models' own, and the commands make pages and figures of a Run."""
 
 import json
+import shlex
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 import sparselens as sl
 from sparselens.cli import main
-from sparselens.evaluation.attention_maps import attention_rows, look
+from sparselens.evaluation.attention_maps import _tokens, attention_rows, look
 from sparselens.reporting import payload
 from sparselens.runs.run import write_json
 from sparselens.tasks.words import Words
@@ -110,16 +111,49 @@ def test_bad_arguments(run, tmp_path, capsys):
 
 
 def test_sums_for_the_addition_model(tmp_path):
-    from sparselens.demo.addition import make_model
+    from sparselens.demo.addition import encode, make_model
 
     model, tokenizer = make_model()
     sl.save(model, tokenizer, tmp_path / "run" / "base" / "model")
     write_json(tmp_path / "run" / "run.json", {"kind": "demo", "config": {"model": "addition"}, "provenance": {}})
+    write_json(tmp_path / "run" / "about.json", {"task": "addition", "filled": 5, "prompts": ["50+50=?????"]})
     rows = attention_rows(tmp_path / "run", ("7+95",), say=lambda text: None)
-    assert rows["prompts"][0]["text"] == "07+95=?????" and rows["parallel_answer"]
+    assert [prompt["text"] for prompt in rows["prompts"]] == ["07+95=?????", "50+50=?????"]
+    assert rows["prompts"][0]["tokens"] == list("07+95=?????")
     assert len(rows["prompts"][0]["models"]["dense"]["says"]) == 11
+    ids, _, cut = _tokens(tokenizer, "07+95=?????", 11)
+    assert torch.equal(ids, encode(torch.tensor([[7, 95]]))["input_ids"]) and not cut
+    assert payload([tmp_path / "run"])["runs"][0]["attention"]["filled"] == 5
     with pytest.raises(ValueError, match="from 0 to 99"):
         attention_rows(tmp_path / "run", ("7+950",))
+
+
+def test_what_a_run_says_about_itself(run):
+    """Anybody's Run may bring a name, a task, prompts; the page speaks of it so, whatever the model is called."""
+    plain = payload([run])["runs"][0]
+    assert plain["summary"]["sentence"].startswith("tiny-model keeps") and plain["attention"]["filled"] == 0
+    assert not plain["summary"]["exact"] and "--tasks ioi " in plain["commands"]["circuits"]
+    told = {"name": "My <parrot>", "exact": True, "filled": 2, "task": "no'such", "prompts": ["say 'a'"], "more": 1}
+    write_json(run / "about.json", told)
+    rows = payload([run])["runs"][0]
+    assert (
+        rows["summary"]["sentence"].startswith("My <parrot> keeps") and "exactly right" in rows["summary"]["sentence"]
+    )
+    assert rows["summary"]["exact"] and rows["attention"]["filled"] == 2
+    assert shlex.split(rows["commands"]["circuits"])[5] == "no'such"
+    assert shlex.split(rows["commands"]["attribution"])[6] == "say 'a'"
+
+
+@pytest.mark.parametrize("told", [[], {"filled": "five"}, {"prompts": [3]}, {"exact": 1}, {"name": None}])
+def test_nonsense_about_a_run_is_refused(run, told):
+    write_json(run / "about.json", told)
+    with pytest.raises(ValueError, match=r"about\.json"):
+        payload([run])
+
+
+def test_a_run_cannot_name_a_file_as_its_task(real_run):
+    write_json(real_run / "about.json", {"task": "/etc/passwd.jsonl"})
+    assert attention_rows(real_run, ("w1 w2",), say=lambda text: None)["prompts"][0]["text"] == "w1 w2"
 
 
 def test_figures_for_print(run, capsys):

@@ -1,6 +1,6 @@
 """The same task in a dense model, a sparse one and, where there is one, the matched dense control."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ class Comparison(dict[str, Any]):
 def compare(
     dense: "Source",
     sparse: "Source",
-    tasks: "list[str | registry.Task] | tuple[str | registry.Task, ...] | str" = ("ioi",),
+    tasks: str | Sequence[str | registry.Task] = ("ioi",),
     *,
     control: "Source | None" = None,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
@@ -90,7 +90,7 @@ def compare(
     return result
 
 
-def _found(tasks: "list[str | registry.Task] | tuple[str | registry.Task, ...] | str") -> list[registry.Task]:
+def _found(tasks: str | Sequence[str | registry.Task]) -> list[registry.Task]:
     wanted = [tasks] if isinstance(tasks, str) else list(tasks)
     if not wanted:
         raise ValueError("no task to compare; name at least one with --tasks")

@@ -317,35 +317,28 @@ def _curve(
         distance = {n: abs(np.log((count + 0.1) / size)) for n, count in true.items()}
         asked.append(min(distance, key=distance.__getitem__))
     mib = [max(1, round(share * n_edges)) for share in MIB_FRACTIONS]
-    measured: dict[int, np.ndarray] = {n_edges: patcher.m_model.numpy()}
-    sizes: dict[int, int] = {n_edges: n_edges}
+    m_model, m_nothing = patcher.m_model.numpy(), patcher.m_nothing.numpy()
+    measured: dict[int, np.ndarray] = {n_edges: m_model}  # edges asked for -> metric per prompt
+    sizes: dict[int, int] = {n_edges: n_edges}  # -> edges really in
 
-    def measure(wanted: list[int], bar: "tqdm[Any]") -> None:
-        new = [n for n in dict.fromkeys(wanted) if n not in measured]
-        masks = [c.prune(c.mask(order[:n])) for n in new]
-        if new:
-            for n, mask, values in zip(new, masks, patcher.run(np.stack(masks), bar.update), strict=True):
-                measured[n], sizes[n] = values.numpy(), int(mask.sum())
-
-    def curve() -> Curve:
+    def curve(edges: Callable[[int], int]) -> Curve:
         keys = sorted(measured)
-        metrics = np.stack([measured[n] for n in keys])
-        return Curve(np.array([sizes[n] for n in keys]), metrics, patcher.m_model.numpy(), patcher.m_nothing.numpy())
+        return Curve(np.array([edges(n) for n in keys]), np.stack([measured[n] for n in keys]), m_model, m_nothing)
 
     with tqdm(desc="curve", unit="circuit", disable=not show_progress) as bar:
-        measure([*asked, *mib], bar)
-        for _ in range(ROUNDS):
-            keys = np.array(sorted(measured))
-            whole = Curve(
-                keys, np.stack([measured[n] for n in keys]), patcher.m_model.numpy(), patcher.m_nothing.numpy()
-            )
-            measure(refine(keys, whole.effects()), bar)
+        wanted = [*asked, *mib]
+        for _ in range(ROUNDS + 1):
+            new = [n for n in dict.fromkeys(wanted) if n not in measured]
+            masks = [c.prune(c.mask(order[:n])) for n in new]
+            values: Any = patcher.run(np.stack(masks), bar.update) if new else []
+            for n, mask, value in zip(new, masks, values, strict=True):
+                measured[n], sizes[n] = value.numpy(), int(mask.sum())
+            by_asked = curve(int)
+            wanted = refine(by_asked.edges, by_asked.effects())
     nothing, model = patcher.m_nothing.mean().item(), patcher.m_model.mean().item()
     effects = np.array([(measured[n].mean() - nothing) / (model - nothing) for n in mib])
-    back: dict[int, int] = {}
-    for n in sorted(measured):
-        back.setdefault(sizes[n], n)
-    return curve(), mib_areas(effects), back
+    fewest = {sizes[n]: n for n in sorted(measured, reverse=True)}
+    return curve(sizes.__getitem__), mib_areas(effects), fewest
 
 
 def _random(patcher: Patcher, curve: Curve, settings: Search, show_progress: bool) -> CurveRow:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..demo.addition import ANSWER, POSITIONS, encode
+from .. import tasks
 from ..models.architectures import base_model, dimensions
 from ..models.loading import is_gated, load
 from ..runs import distributed
+from ..runs.about import about
 from ..runs.run import Run, write_json
 from ..tasks.words import Words, piece
 
@@ -28,7 +29,6 @@ TEXTS = (
     'The opposite of "large" is "',
     "When Mary and John went to the store, John gave a drink to",
 )
-SUMS = ((36, 28), (7, 95), (50, 50), (86, 19))
 FORMAT = 2  # of attention.json; 1 had no token in front of prompts
 MOST_TOKENS = 64  # a page shows this many without becoming a wall
 
@@ -41,25 +41,25 @@ def attention_rows(
 ) -> dict[str, Any] | None:
     """The Run's attention/attention.json, made first if it is missing or old; None if the Run has no models yet.
 
-    prompts: shown first, before those that were traced and the built-in ones. For an addition Run: sums, such as
-    "36+28".
+    prompts: shown first, before those that were traced and the Run's own (about.json) or the built-in ones. Where the
+    Run's task knows how its prompts are typed, they are: "36+28" for an addition Run.
     """
     run = run if isinstance(run, Run) else Run(run)
     folders = _folders(run)
     if "sparse" not in folders and "dense" not in folders:
         return None
-    addition = run.record["config"].get("model") == "addition"
-    texts = tuple(_sum_text(text) for text in prompts) if addition else prompts
-    for text in texts:
+    told = about(run)
+    typed = _typing(told["task"])
+    asked = tuple(map(typed, prompts))
+    for text in asked:
         _check(text)
-    built_in = tuple(f"{a:02}+{b:02}=" + "?" * ANSWER for a, b in SUMS) if addition else TEXTS
-    traced = tuple(_sum_text(text) if addition else text for text in traced if text.strip())
-    wanted = list(dict.fromkeys((*texts, *traced, *built_in)))
-    kept = _kept(run, folders, (*texts, *traced))
+    asked += tuple(typed(text) for text in traced if text.strip())
+    wanted = list(dict.fromkeys((*asked, *(told["prompts"] or TEXTS))))
+    kept = _kept(run, folders, asked)
     if kept is not None:
         return kept
     say(f"looking at the attention of {', '.join(folders)} on {len(wanted)} prompts")
-    rows = _look(folders, wanted, addition, run.path / "attention", say)
+    rows = _look(folders, wanted, run.path / "attention", say)
     write_json(run.path / "attention" / "attention.json", rows)
     return rows
 
@@ -99,15 +99,13 @@ def _check(text: str) -> None:
         raise ValueError("an empty prompt has nothing to look at; give some text with --prompt")
 
 
-def _sum_text(text: str) -> str:
-    """`36+28` (with or without =?????) as the addition model reads it."""
-    left, plus, right = text.partition("=")[0].partition("+")
-    if not (plus and left.strip().isdecimal() and right.strip().isdecimal()) or max(int(left), int(right)) > 99:
-        raise ValueError(f"prompt {text!r}: this Run's model adds two numbers from 0 to 99; write for example 36+28")
-    return f"{int(left):02}+{int(right):02}=" + "?" * ANSWER
+def _typing(task: str) -> Callable[[str], str]:
+    """What makes a prompt of a text that somebody typed, where the Run's task is one that we know and that has it."""
+    found = tasks.find(task).prompt if task in tasks.names() else None  # a Run must not name a file for us to read
+    return found or (lambda text: text)
 
 
-def _look(folders: dict[str, Path | str], texts: list[str], addition: bool, out: Path, say: Callable) -> dict[str, Any]:
+def _look(folders: dict[str, Path | str], texts: list[str], out: Path, say: Callable[[str], None]) -> dict[str, Any]:
     from safetensors.torch import save_file
 
     device = distributed.device()
@@ -124,7 +122,7 @@ def _look(folders: dict[str, Path | str], texts: list[str], addition: bool, out:
         d = dimensions(base_model(model).config)
         shape = shape or {"n_layers": d.n_layers, "n_heads": d.n_heads}
         for prompt, kept in zip(prompts, tensors, strict=True):
-            ids, pieces, cut = _tokens(tokenizer, prompt["text"], addition, d.max_tokens)
+            ids, pieces, cut = _tokens(tokenizer, prompt["text"], d.max_tokens)
             prompt |= {"tokens": pieces, "cut": cut}
             prompt["models"][role], found = look(model, tokenizer, ids)
             kept |= {f"{role}.{name}": tensor for name, tensor in found.items()}
@@ -133,16 +131,11 @@ def _look(folders: dict[str, Path | str], texts: list[str], addition: bool, out:
     for i, (prompt, kept) in enumerate(zip(prompts, tensors, strict=True)):
         prompt["file"] = f"prompt-{i}.safetensors"
         save_file(kept, out / prompt["file"])
-    return {"format": FORMAT, "shape": shape, "parallel_answer": addition, "prompts": prompts, "notes": notes}
+    return {"format": FORMAT, "shape": shape, "prompts": prompts, "notes": notes}
 
 
-def _tokens(
-    tokenizer: "PreTrainedTokenizerBase", text: str, addition: bool, longest: int
-) -> tuple[torch.Tensor, list[str], bool]:
+def _tokens(tokenizer: "PreTrainedTokenizerBase", text: str, longest: int) -> tuple[torch.Tensor, list[str], bool]:
     """(ids [1, tokens], the piece of text each stands for, whether the prompt was cut)."""
-    if addition:
-        ids = encode(torch.tensor([[int(text[:2]), int(text[3:5])]]))["input_ids"]
-        return ids, list(text[:POSITIONS]), False
     tokens = Words(tokenizer).encode(text)
     found = tokenizer(text, return_offsets_mapping=tokenizer.is_fast)
     offsets = list(found.get("offset_mapping") or [(0, 0)] * len(found["input_ids"]))

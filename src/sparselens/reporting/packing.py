@@ -3,10 +3,12 @@
 import base64
 import math
 import zlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
+T = TypeVar("T")  # of JSON's values
 OUTSIDE = -32768  # marks a pair the mask does not allow
 
 
@@ -42,21 +44,19 @@ def pack_margins(margins: np.ndarray) -> dict[str, Any]:
     return pack(np.where(real, whole, OUTSIDE).astype(np.int16), scale)
 
 
-def short(value: Any, digits: int = 5) -> Any:
+def short(value: T, digits: int = 5) -> T:
     """Floats with this many significant digits, everywhere inside lists and dicts; what is not finite becomes None."""
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            return None
-        return float(f"{value:.{digits}g}")
-    if isinstance(value, dict):
-        return {key: short(item, digits) for key, item in value.items()}
-    return [short(item, digits) for item in value] if isinstance(value, list | tuple) else value
+    return cast(T, _floats(value, lambda number: float(f"{number:.{digits}g}")))
 
 
-def finite(value: Any) -> Any:
+def finite(value: T) -> T:
     """The same numbers, to the last digit; NaN and infinities, which JSON does not have, become None."""
+    return cast(T, _floats(value, float))
+
+
+def _floats(value: Any, change: Callable[[float], float]) -> Any:
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return change(value) if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): finite(item) for key, item in value.items()}
-    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
+        return {str(key): _floats(item, change) for key, item in value.items()}
+    return [_floats(item, change) for item in value] if isinstance(value, list | tuple) else value

@@ -92,19 +92,13 @@ def _flow(run: Run) -> dict[str, Any] | None:
     """Figure 1's rows from the attention rows: the first prompt short enough, dense (or control) and sparse."""
     if not (run.path / "attention" / "attention.json").is_file():
         return None
-    from safetensors.numpy import load_file
+    from ..reporting.sections.attention import read_maps
 
     for prompt in run.read("attention/attention.json")["prompts"]:
         dense = next((role for role in ("dense", "control") if role in prompt["models"]), None)
         if dense is None or "sparse" not in prompt["models"] or len(prompt["tokens"]) > FLOW_TOKENS:
             continue
-        file = run.path / "attention" / Path(prompt["file"]).name
-        try:
-            tensors = load_file(file)
-        except Exception as error:  # safetensors has its own error type
-            raise ValueError(
-                f"{file} cannot be read ({error}); remove its folder and build the report again"
-            ) from error
+        tensors = read_maps(run.path / "attention" / Path(prompt["file"]).name)
         words = [_clip(token) for token in prompt["tokens"]]
         flow = {}
         for name, role in (("base", dense), ("sparse", "sparse")):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from ..reporting.page import build_page
 from ..reporting.payload import payload
@@ -48,7 +49,7 @@ def stamp(runs: Sequence[Path]) -> str:
 class Handler(BaseHTTPRequestHandler):
     """`/` is the page, `/stamp` says whether it is still the newest."""
 
-    def __init__(self, runs: Sequence[Path], *arguments):
+    def __init__(self, runs: Sequence[Path], *arguments: Any):
         self.runs = runs
         super().__init__(*arguments)
 
@@ -76,5 +77,5 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def log_message(self, format: str, *arguments) -> None:
+    def log_message(self, format: str, *arguments: Any) -> None:
         """Nothing: a request every two seconds is not news."""

@@ -185,11 +185,14 @@ class Explorer {
           }
   }
 
+  /** What the model says where the answer stands: at the last tokens of a filled prompt, or after the last one. */
+  answer(model) {
+    return model.says.slice(-(this.rows.filled || 1));
+  }
+
   modelHead(role, prompt) {
     const model = prompt.models[role];
-    const answer = this.rows.parallel_answer
-      ? prompt.tokens.map((token, i) => (token === "?" ? model.says[i] : "")).join("")
-      : model.says.at(-1);
+    const answer = this.answer(model).join("");
     return element(
       "div",
       {},
@@ -204,7 +207,7 @@ class Explorer {
         { class: "note" },
         "says ",
         element("span", { class: "says name" }, visible(answer)),
-        this.rows.parallel_answer ? "" : ` (p = ${number(model.probability.at(-1), 2)})`,
+        this.rows.filled ? "" : ` (p = ${number(model.probability.at(-1), 2)})`,
       ),
     );
   }
@@ -254,10 +257,9 @@ class Explorer {
     });
     this.flows.forEach((flow, i) => {
       const model = prompt.models[this.models[i].role];
-      const answer = this.rows.parallel_answer
-        ? prompt.tokens.map((token, t) => (token === "?" ? model.says[t] : null))
-        : model.says.map((says, t) => (t === model.says.length - 1 ? says : null));
-      flow.show(this.models[i], answer, model.open, this.token);
+      const answer = this.answer(model);
+      const before = Array(model.says.length - answer.length).fill(null);
+      flow.show(this.models[i], [...before, ...answer], model.open, this.token);
     });
     const glow = this.models.at(-1).around(this.token ?? prompt.tokens.length - 1);
     this.strip.buttons.forEach((button, i) => {

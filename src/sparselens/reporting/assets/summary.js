@@ -65,7 +65,7 @@ function comparisonTable(summary) {
       ],
     ],
     any("kl_to_base") && ["KL to base", "nats", (row) => number(row.kl_to_base)],
-    summary.title === "addition" && ["Exact sums", "share", (row) => percent(row.exact, 4)],
+    summary.exact && ["Exactly right", "share", (row) => percent(row.exact, 4)],
     ["Density", "open of possible", (row) => percent(row.density)],
     any("edges_per_query") && [
       "Edges per query",

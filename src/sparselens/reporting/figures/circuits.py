@@ -1,7 +1,8 @@
 """Figures 2 and 3 from rows: curves of explained effect, and circuits side by side. No torch, no models."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ...circuits.rows import ComparisonRows, CurveRow, MultiplierRow, Reading, Results, wording
 from .style import BLUE, GREY, INK, LIGHT, ORANGE, SUFFIXES, pyplot, save
@@ -10,9 +11,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def draw_all(comparison: ComparisonRows, folder: str | Path, threshold: float = 0.9) -> list[Path]:
-    """figure2 and, for the first task, figure3 (all tasks beyond it numbered by name), as PNG, SVG and PDF."""
-    folder = Path(folder)
+def draw_all(rows: Mapping[str, Any], folder: str | Path, threshold: float = 0.9) -> list[Path]:
+    """figure2 and, for the first task, figure3 (all tasks beyond it numbered by name), as PNG, SVG and PDF.
+
+    rows: what `compare` returns or its results.json holds, rows.ComparisonRows.
+    """
+    comparison, folder = cast(ComparisonRows, rows), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for suffix in SUFFIXES:
@@ -32,7 +36,7 @@ def draw_figure2(comparison: ComparisonRows, folder: Path, part: str, suffix: st
     for reading in common:
         panels = [(task, reading) for task in tasks]
         if reading == common[0] and len(tasks) == 1:
-            panels = [*((task, other) for task in tasks for other in common[1:2]), *panels]
+            panels = [(tasks[0], other) for other in (*common[1:2], reading)]
         paths.append(folder / f"figure2{wording(reading).file}{part}.{suffix}")
         draw_curves(comparison, panels, paths[-1], threshold)
     return paths

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ...runs.about import about
 from ...runs.run import Run
 from ..packing import finite, pack_margins, pack_weights
 from . import Section, Shown
@@ -35,13 +36,13 @@ def attention(run: Run, budget: int = BUDGET) -> dict[str, Any] | None:
             left_out.append(f"the control's maps of {prompt['text'][:60]!r}")
         room -= _size(packed)
         prompts.append(packed)
-    kept = {name: rows.get(name) for name in ("shape", "parallel_answer", "notes")}
+    kept = {"shape": rows.get("shape"), "notes": rows.get("notes"), "filled": about(run)["filled"]}
     return finite(kept | {"prompts": prompts, "left_out": left_out})
 
 
 def _fitting(prompt: dict[str, Any], folder: Path, room: float) -> dict[str, Any] | None:
     """The prompt in 16 bits, in 8, or in 8 without its control: the first that fits, or None."""
-    tensors = _read(folder / Path(prompt["file"]).name)  # beside attention.json, wherever the name points
+    tensors = read_maps(folder / Path(prompt["file"]).name)  # beside attention.json, wherever the name points
     for bits, without in ((16, ""), (8, ""), (8, "control")):
         packed = _prompt(prompt, tensors, bits, without)
         if _size(packed) <= room:
@@ -70,7 +71,8 @@ def _prompt(prompt: dict[str, Any], tensors: dict[str, np.ndarray], bits: int, w
     return {"text": prompt["text"], "tokens": prompt["tokens"], "cut": prompt.get("cut", False), "models": models}
 
 
-def _read(path: Path) -> dict[str, np.ndarray]:
+def read_maps(path: Path) -> dict[str, np.ndarray]:
+    """A prompt's attention: ROLE.weights and, for a gated model, ROLE.margin, [layers, heads, queries, keys]."""
     from safetensors.numpy import load_file
 
     try:

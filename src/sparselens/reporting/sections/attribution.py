@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from ...attribution.rows import TraceRows
+from ...runs.about import about
 from ...runs.run import Run, read_json
 from ..packing import finite, short
 from . import Section
@@ -176,9 +177,8 @@ def features(folder: Path) -> dict[str, Any] | None:
 
 def _command(run: Run) -> str:
     folder = shlex.quote(str(run.path))
-    addition = run.record.get("config", {}).get("model") == "addition"
-    prompt = "36+28=?????" if addition else 'The opposite of "large" is "'
-    return f"sparselens trace {folder} --transcoder TRANSCODER --prompt '{prompt}' --out {folder}/trace"
+    prompt = shlex.quote([*about(run)["prompts"], 'The opposite of "large" is "'][0])
+    return f"sparselens trace {folder} --transcoder TRANSCODER --prompt {prompt} --out {folder}/trace"
 
 
 SECTION = Section("attribution", "Attribution", lambda shown: traces(shown.run), _command, place=50)

@@ -16,6 +16,7 @@ import numpy as np
 from ...circuits.circuit import Circuit
 from ...circuits.rows import ComparisonRows, Reading, Results, TaskRow, comparison, wording
 from ...models.component_graph import Components
+from ...runs.about import about
 from ...runs.run import Run, read_json
 from ..packing import finite, short
 from . import Section
@@ -79,7 +80,7 @@ def _model(results: Results) -> dict[str, Any]:
     found = {name: value for name, value in results.items() if name not in told}
     if "open_edges" in results:
         found["open_edges"] = {k: v for k, v in results["open_edges"].items() if k not in ("open", "columns")}
-    return finite(found)  # type: ignore[no-any-return]
+    return finite(found)
 
 
 def _reading(reading: str, task: str, models: dict[str, Results], path: Path) -> dict[str, Any]:
@@ -180,10 +181,9 @@ def _prefix(c: Components, order: np.ndarray, size: int) -> int | None:
 
 
 def _command(run: Run) -> str:
-    model = str(run.record.get("config", {}).get("model", "MODEL"))
-    folder = shlex.quote(str(run.path))
-    task = "addition" if model == "addition" else "ioi"
-    dense = f"{folder}/base/model" if model == "addition" else shlex.quote(model)
+    folder, own = shlex.quote(str(run.path)), (run.path / "base" / "model").is_dir()
+    dense = f"{folder}/base/model" if own else shlex.quote(str(run.record.get("config", {}).get("model", "MODEL")))
+    task = shlex.quote(about(run)["task"] or "ioi")
     return f"sparselens compare {dense} {folder} --tasks {task} --out {folder}/circuits"
 
 

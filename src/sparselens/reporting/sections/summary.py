@@ -1,12 +1,12 @@
 """The summary, for the page: one sentence, one table, and what met its target and what did not.
 
-A verdict is {"state", "label", "detail"}; state is met, care, missed or open. Every one is a rule below, computed from
-the Run's own numbers: no verdict is written by hand.
+Every verdict is a rule below, computed from the Run's own numbers: none is written by hand.
 """
 
-from typing import Any
+from typing import Any, TypedDict
 
 from ...circuits.rows import MEAN, wording
+from ...runs.about import About, about
 from ...runs.run import Run
 from ..packing import finite
 from . import Section, Shown
@@ -15,6 +15,15 @@ from .training import resume_command, title
 ROLES = ("base", "control", "sparse")
 OTHERS = {"dense": "dense base", "control": "dense control"}
 GOOD_COMPLETENESS = 1e-3
+Row = dict[str, Any]  # of a file of the Run: evaluation.json, summary.json, run.json's config
+
+
+class Verdict(TypedDict):
+    """What a rule says: state is met, care, missed or open."""
+
+    state: str
+    label: str
+    detail: str
 
 
 def summary(shown: Shown) -> dict[str, Any]:
@@ -23,12 +32,13 @@ def summary(shown: Shown) -> dict[str, Any]:
     rows = _rows(run)
     name = "results.json" if run.record.get("kind") == "transcode" else "summary.json"
     results = run.read(name) if (run.path / name).is_file() else {}
-    config = run.record.get("config", {})
-    found: dict[str, Any] = finite(
+    config, told = run.record.get("config", {}), about(run)
+    return finite(
         {
             "title": title(run),
             "kind": run.record.get("kind", "run"),
-            "sentence": _sentence(title(run), rows, results, config),
+            "sentence": _sentence(title(run), rows, results, config, told),
+            "exact": told["exact"],
             "table": [_table_row(role, rows.get(role), circuits) for role in ROLES if role in rows],
             "task": circuits["tasks"][0]["name"] if circuits and circuits["tasks"] else None,
             "verdicts": verdicts(rows, results, config, circuits, shown["attribution"]),
@@ -39,16 +49,15 @@ def summary(shown: Shown) -> dict[str, Any]:
             "run": run.path.name,
         }
     )
-    return found
 
 
-def _rows(run: Run) -> dict[str, dict[str, Any]]:
+def _rows(run: Run) -> dict[str, Row]:
     if not (run.path / "evaluation.json").is_file():
         return {}
     return {row["kind"]: row for row in run.read("evaluation.json")}
 
 
-def _sentence(name: str, rows: dict[str, Any], summary: dict[str, Any], config: dict[str, Any]) -> str:
+def _sentence(name: str, rows: dict[str, Row], summary: Row, config: Row, told: About) -> str:
     sparse, base = rows.get("sparse"), rows.get("base")
     if "fvu" in summary:
         return (
@@ -57,10 +66,9 @@ def _sentence(name: str, rows: dict[str, Any], summary: dict[str, Any], config: 
         )
     if sparse is None:
         return f"{name}: this Run has not been evaluated yet."
-    who = "The addition model" if _counts_exact(config) else name
-    text = f"{who} keeps {_percent(sparse['density'])} of its attention edges"
-    if _counts_exact(config):
-        return f"{text} and gets {_percent(sparse['exact'])} of held-out sums exactly right."
+    text = f"{told['name'] or name} keeps {_percent(sparse['density'])} of its attention edges"
+    if told["exact"]:
+        return f"{text} and gets {_percent(sparse['exact'])} of held-out sequences exactly right."
     if config.get("loss") == "kl" and sparse.get("kl_to_base") is not None:
         return f"{text}, at {sparse['kl_to_base']:.3f} nats KL to the base model."
     if base is not None:
@@ -68,16 +76,11 @@ def _sentence(name: str, rows: dict[str, Any], summary: dict[str, Any], config: 
     return f"{text}."
 
 
-def _counts_exact(config: dict[str, Any]) -> bool:
-    """Exactly right sequences mean something for sums, nothing for text."""
-    return config.get("model") == "addition"
-
-
 def _percent(share: float) -> str:
     return f"{share:.2%}".replace(".00%", "%").replace("%", "\N{NO-BREAK SPACE}%")
 
 
-def _table_row(role: str, row: dict[str, Any] | None, circuits: dict[str, Any] | None) -> dict[str, Any]:
+def _table_row(role: str, row: Row | None, circuits: Row | None) -> dict[str, Any]:
     row = row or {}
     names = ("loss", "loss_standard_error", "kl_to_base", "density", "edges_per_query", "exact", "sequences")
     found = {"role": role} | {name: row.get(name) for name in names}
@@ -93,12 +96,12 @@ def _table_row(role: str, row: dict[str, Any] | None, circuits: dict[str, Any] |
 
 
 def verdicts(
-    rows: dict[str, Any],
-    summary: dict[str, Any],
-    config: dict[str, Any],
-    circuits: dict[str, Any] | None,
+    rows: dict[str, Row],
+    summary: Row,
+    config: Row,
+    circuits: Row | None,
     traces: list[dict[str, Any]],
-) -> list[dict[str, str]]:
+) -> list[Verdict]:
     """What met its target and what did not, most important first."""
     found = [*_of_training(rows, summary, config)]
     for task in (circuits or {}).get("tasks", []):
@@ -114,50 +117,63 @@ def verdicts(
     return found
 
 
-def _verdict(state: str, label: str, detail: str) -> dict[str, str]:
+def _verdict(state: str, label: str, detail: str) -> Verdict:
     return {"state": state, "label": label, "detail": detail}
 
 
-def _of_training(rows: dict[str, Any], summary: dict[str, Any], config: dict[str, Any]) -> list[dict[str, str]]:
+def _of_training(rows: dict[str, Any], summary: dict[str, Any], config: dict[str, Any]) -> list[Verdict]:
     sparse, base, control = (rows.get(role) for role in ("sparse", "base", "control"))
     if "fvu" in summary:
         return _of_transcoder(summary)
     if sparse is None:
         return [_verdict("open", "Not evaluated", "the Run has not finished; continue it with --resume")]
-    found = []
     what = summary.get("target_of") or ("KL to base" if config.get("loss") == "kl" else "held-out loss")
-    if "met" in summary:
-        state = "met" if summary["met"] else "missed"
-        word = "was met in training" if summary["met"] else "was never met; the closest state was kept"
-        budget = config.get("density")
-        within = "" if budget is None else f" with at most {budget:.2%} of the edges"
-        if not summary["met"] and budget is not None and sparse["density"] > budget:
-            word += f", with {sparse['density']:.2%} of them"
-        detail = (
-            f"{what} at most {summary['target']:.4g} nats{within} on the steering slice {word} "
-            f"(step {summary['best_step']})"
-        )
-        found.append(_verdict(state, "Constraint", detail))
-    found += _on_unseen(sparse, base, control, summary, config, what == "KL to base")
+    return [
+        *_constraint(sparse, summary, config, what),
+        *_on_unseen(sparse, base, control, summary, config, what == "KL to base"),
+        *_control(base, control),
+        *_layers(sparse),
+    ]
+
+
+def _constraint(sparse: Row, summary: Row, config: Row, what: str) -> list[Verdict]:
+    if "met" not in summary:
+        return []
+    word = "was met in training" if summary["met"] else "was never met; the closest state was kept"
+    budget = config.get("density")
+    within = "" if budget is None else f" with at most {budget:.2%} of the edges"
+    if not summary["met"] and budget is not None and sparse["density"] > budget:
+        word += f", with {sparse['density']:.2%} of them"
+    detail = f"{what} at most {summary['target']:.4g} nats{within} on the steering slice {word}"
+    state = "met" if summary["met"] else "missed"
+    return [_verdict(state, "Constraint", f"{detail} (step {summary['best_step']})")]
+
+
+def _control(base: Row | None, control: Row | None) -> list[Verdict]:
+    """Whether the recipe does harm by itself."""
     if control is None:
-        found.append(_verdict("care", "Control", "none was trained: the loss may only show adaptation to the text"))
-    elif base is not None:
-        gap = control["loss"] - base["loss"]
-        worse = gap > max(0.005, 0.005 * base["loss"])
-        detail = f"dense control {gap:+.4f} nats against the base"
-        detail += "; the recipe alone costs loss (learning rate?)" if worse else "; the recipe does no harm by itself"
-        found.append(_verdict("care" if worse else "met", "Control", detail))
+        return [_verdict("care", "Control", "none was trained: the loss may only show adaptation to the text")]
+    if base is None:
+        return []
+    gap = control["loss"] - base["loss"]
+    worse = gap > max(0.005, 0.005 * base["loss"])
+    detail = f"dense control {gap:+.4f} nats against the base"
+    detail += "; the recipe alone costs loss (learning rate?)" if worse else "; the recipe does no harm by itself"
+    return [_verdict("care" if worse else "met", "Control", detail)]
+
+
+def _layers(sparse: Row) -> list[Verdict]:
     layers = sparse.get("density_per_layer")
-    if layers:
-        stuck = [i for i, share in enumerate(layers) if share > 0.5]
-        detail = f"{_percent(sparse['density'])} open; layers from {_percent(min(layers))} to {_percent(max(layers))}"
-        detail += f"; more than half open in layer {', '.join(map(str, stuck))}" if stuck else ""
-        label = "Layers stuck open" if stuck else "No layer stuck open"
-        found.append(_verdict("care" if stuck else "met", label, detail))
-    return found
+    if not layers:
+        return []
+    stuck = [i for i, share in enumerate(layers) if share > 0.5]
+    detail = f"{_percent(sparse['density'])} open; layers from {_percent(min(layers))} to {_percent(max(layers))}"
+    detail += f"; more than half open in layer {', '.join(map(str, stuck))}" if stuck else ""
+    label = "Layers stuck open" if stuck else "No layer stuck open"
+    return [_verdict("care" if stuck else "met", label, detail)]
 
 
-def _of_transcoder(results: dict[str, Any]) -> list[dict[str, str]]:
+def _of_transcoder(results: dict[str, Any]) -> list[Verdict]:
     """What a transcoder is good for: the model must still work with its MLPs replaced."""
     share, dead = results.get("loss_recovered"), results.get("dead_share")
     found = []
@@ -178,7 +194,9 @@ def _facts(results: dict[str, Any]) -> list[list[Any]]:
     return [[name.replace("_", " "), value] for name, value in results.items() if isinstance(value, int | float)]
 
 
-def _on_unseen(sparse, base, control, summary, config, kl: bool) -> list[dict[str, str]]:
+def _on_unseen(
+    sparse: Row, base: Row | None, control: Row | None, summary: Row, config: Row, kl: bool
+) -> list[Verdict]:
     """The constraint again, on held-out sequences that steered nothing."""
     if "target" not in summary or base is None:
         return []
@@ -197,7 +215,7 @@ def _on_unseen(sparse, base, control, summary, config, kl: bool) -> list[dict[st
     return [_verdict("met" if value <= limit else "missed", "On unseen text", detail)]
 
 
-def _of_circuit(task: dict[str, Any]) -> list[dict[str, str]]:
+def _of_circuit(task: dict[str, Any]) -> list[Verdict]:
     found = []
     for reading, baselines in task.get("multipliers", {}).items():
         for baseline, thresholds in baselines.items():

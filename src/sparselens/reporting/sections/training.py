@@ -120,7 +120,7 @@ def _chart(title: str, unit: str, *lines: tuple[str, ...], log: bool = False, sh
     return {"title": title, "unit": unit + (", log scale" if log else ""), "lines": parts, "log": log, "share": share}
 
 
-def _any(series: dict[str, dict[str, list]], place: list[str]) -> bool:
+def _any(series: dict[str, dict[str, list[Any]]], place: list[str]) -> bool:
     return any(value is not None for value in series[place[0]][place[1]])
 
 
