@@ -238,7 +238,7 @@ def _respond(r: Replacement, edit: Edit, layer: int, x: Tensor, written: Tensor,
 
 # ---- predicted against measured ----
 
-WAYS: dict[str, dict[str, bool]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "direct": {"frozen": True, "respond": False},
     "measured_direct": {"hold_mlps": True},
     "predicted": {"frozen": True},
