@@ -17,7 +17,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +29,16 @@ from ..models.decoder import Decoder, Norm, pull_through, push_through
 CACHE = 2**28  # bytes of attention patterns kept; larger ones are made again, a few heads at a time, when needed
 TOLERANCE = 1e-4  # of the largest logit: how far our run may be from the model's own
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Link = tuple[int, int, int, int]  # layer, head, query, key
 
 
-def exact(function: Callable) -> Callable:
+def exact(function: Callable[P, R]) -> Callable[P, R]:
     """Run without gradients and with full fp32 products: TF32 would cost three digits of every sum."""
 
     @functools.wraps(function)
-    def run(*arguments: Any, **keywords: Any) -> Any:
+    def run(*arguments: P.args, **keywords: P.kwargs) -> R:
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")
         try:
@@ -247,15 +249,17 @@ class Frozen:
         """Values [n, T, H * e] mixed by the pattern, head by head; `back`: its transpose; `rewrite`: a changed one."""
         n = len(values)
         # All signals side by side: one product per head, and the pattern is not repeated for each signal.
-        split = (
-            values.unflatten(-1, (self.dims.n_heads, self.dims.d_head)).permute(2, 1, 0, 3).flatten(2)
-        )  # [H, T, n * e]
+        split = self.by_head(values).permute(2, 1, 0, 3).flatten(2)  # [H, T, n * e]
         mixed = torch.empty_like(split)
         for heads, pattern in self.head_chunks(layer):
             if rewrite is not None:
                 pattern = rewrite.pattern(layer, heads, pattern, renormalise=False)
             mixed[heads] = (pattern.transpose(-1, -2) if back else pattern) @ split[heads]
-        return mixed.unflatten(2, (n, self.dims.d_head)).permute(2, 1, 0, 3).flatten(2)
+        return torch.unflatten(mixed, 2, (n, self.dims.d_head)).permute(2, 1, 0, 3).flatten(2)
+
+    def by_head(self, t: Tensor) -> Tensor:
+        """[..., H * e] -> [..., H, e]."""
+        return torch.unflatten(t, -1, (self.dims.n_heads, self.dims.d_head))
 
     def to_values(self, layer: int, x: Tensor, at: Tensor | None = None) -> Tensor:
         """Signals in the residual stream [n, T, D] (or [n, D] at positions) -> in the values [n, T, H * e]."""
@@ -326,7 +330,7 @@ class Frozen:
                 inject(2 * layer + 1)
                 g = g + through_mlp
             inject(2 * layer)
-            yield Pulled(layer, at_mlp, attention, mix.unflatten(-1, (self.dims.n_heads, self.dims.d_head)))
+            yield Pulled(layer, at_mlp, attention, self.by_head(mix))
         yield Pulled(-1, g)
 
     @torch.no_grad()
@@ -347,7 +351,7 @@ class Frozen:
         add(0)
         for layer in range(self.dims.n_layers):
             values = self.to_values(layer, x)
-            yield layer, x, values.unflatten(-1, (self.dims.n_heads, self.dims.d_head))
+            yield layer, x, self.by_head(values)
             x = x + self.from_mix(layer, self.mix(layer, values))
             add(layer + 1)
         yield self.dims.n_layers, x, x.new_zeros(0)

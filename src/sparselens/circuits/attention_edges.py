@@ -48,7 +48,7 @@ class AttentionPatcher:
         self.possible = torch.stack(pairs).expand(self.shape).numpy()
         # Patterns of every layer, several copies of each in the backward pass; logits in fp64, likewise.
         patterns = 40 * d.n_layers * d.n_heads * tokens**2 + 4e5
-        logits = 60 * self.prompts.position.shape[1] * decoder.config.vocab_size
+        logits = 60 * self.prompts.position.shape[1] * decoder.vocabulary
         self.at_once = max(1, int(memory_mb * 2**20 / (patterns + logits)))
 
     def run(self, masks: "np.ndarray | Tensor", progress: Callable[[int], None] = lambda n: None) -> Tensor:
@@ -79,7 +79,8 @@ class AttentionPatcher:
                     metric = self._metric(mask, part, clean, corrupted).sum()
                     (gradient,) = torch.autograd.grad(metric, mask)
                 total += gradient.double().cpu()
-        return (distributed.total(total) / len(self.prompts) / POINTS).numpy() * self.possible
+        found: np.ndarray = (distributed.total(total) / len(self.prompts) / POINTS).numpy()
+        return np.where(self.possible, found, 0.0)
 
     @torch.no_grad()
     def weights(self) -> np.ndarray:

@@ -62,9 +62,8 @@ def _mean(run: NodeValues, other: NodeValues, real: Tensor) -> NodeValues:
 
     def mean(*values: Tensor) -> Tensor:
         weight = real.to(values[0].dtype).view(len(real), *([1] * (values[0].ndim - 3)), -1, 1)
-        total = sum((value * weight).sum(0, keepdim=True) for value in values)
-        count = len(values) * weight.sum(0, keepdim=True).clamp(min=1)
-        return total / count  # type: ignore[operator]
+        total = torch.stack([(value * weight).sum(0, keepdim=True) for value in values]).sum(0)
+        return total / (len(values) * weight.sum(0, keepdim=True).clamp(min=1))
 
     return _merge(mean, run, other)
 
@@ -156,7 +155,7 @@ class Patcher:
 
     def _bytes(self, n_prompts: int, nodes: float) -> float:
         """Memory of one circuit: every node's share of the residual stream, and one layer's separate inputs; logits."""
-        d, reads, vocabulary = self.decoder.dims, self.prompts.position.shape[1], self.decoder.config.vocab_size
+        d, reads, vocabulary = self.decoder.dims, self.prompts.position.shape[1], self.decoder.vocabulary
         heads = min(nodes, d.n_heads)
         stream = self.prompts.clean.shape[1] * d.d_model * 4 * (nodes + 8 * heads + 6)
         return n_prompts * (stream + LOGIT * reads * vocabulary)
@@ -257,7 +256,7 @@ def run_circuits(decoder: Decoder, masks: Tensor, embedding: Tensor, base: NodeV
             which = torch.tensor(computed, device=embedding.device)
             rows = [c.head_reader(layer, through, h) for through in "qkv" for h in computed]
             own = inputs(rows, base.attention_in[layer], before).transpose(0, 1).flatten(1, 2)
-            own = decoder.read(layer, own).unflatten(0, (3, len(computed)))  # [3, heads, circuits * batch, ...]
+            own = torch.unflatten(decoder.read(layer, own), 0, (3, len(computed)))  # [3, heads, circuits * batch, ...]
             qkv = [decoder.project_each(layer, through, own[i], which) for i, through in enumerate("qkv")]
             z = decoder.scaled(layer, decoder.mix(layer, qkv[0], qkv[1], qkv[2], which))
             old = base.z[layer][:, computed].expand(n, -1, -1, -1, -1).flatten(0, 1)

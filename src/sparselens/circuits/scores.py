@@ -145,8 +145,8 @@ def reader_shares(possible: np.ndarray, products: np.ndarray) -> np.ndarray:
     """
     before = possible.astype(float)
     total = np.einsum("ru,uw,rw->r", before, products, before)
-    shares = np.abs(before @ products) / np.maximum(total, np.finfo(float).tiny)[:, None]
-    return np.clip(shares, 1e-9, 1.0)
+    shares: np.ndarray = np.abs(before @ products) / np.maximum(total, np.finfo(float).tiny)[:, None]
+    return shares.clip(1e-9, 1.0)
 
 
 def stretch_weights(shares: np.ndarray, points: list[float]) -> np.ndarray:
@@ -158,7 +158,8 @@ def stretch_weights(shares: np.ndarray, points: list[float]) -> np.ndarray:
         place = ((begin + right) / 2 - left) / (right - left)
         weights[i] += (right - begin) * (1 - place)
         weights[i + 1] += (right - begin) * place
-    return weights / weights.sum(0)
+    weights /= weights.sum(0)
+    return weights
 
 
 def exact(patcher: Patcher, progress: Callable[[int], None] = lambda n: None) -> np.ndarray:

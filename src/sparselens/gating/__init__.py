@@ -123,7 +123,7 @@ def _interpreted() -> bool:
     return INTERPRETED
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _too_old(device: int | None) -> bool:
     return torch.cuda.get_device_capability(device)[0] < 8
 

@@ -9,7 +9,8 @@ out, lse and the seed; nothing with queries x keys elements.
 """
 
 import os
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,56 +32,66 @@ torch.library.define(
 )
 
 
-def _on(device: torch.device):
+Forward = tuple[Tensor, Tensor, Tensor]  # out, edges, lse
+Backward = tuple[Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, dbias
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
     """Launch on this device; entering a device that is current already is not free."""
     return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
-def _forward_cuda(q, k, v, bias, documents, scale, causal, window, sample, seed):
+def _forward_cuda(q: Tensor, *arguments: Any) -> Forward:
     from .triton import forward
 
     with _on(q.device):
-        return forward(q, k, v, bias, documents, scale, causal, window, sample, seed)
+        return forward(q, *arguments)
 
 
-def _backward_cuda(dout, dedges, q, k, v, bias, documents, out, lse, scale, causal, window, sample, seed):
+def _backward_cuda(dout: Tensor, *arguments: Any) -> Backward:
     from .triton_backward import backward
 
-    with _on(q.device):
-        return backward(dout, dedges, q, k, v, bias, documents, out, lse, scale, causal, window, sample, seed)
+    with _on(dout.device):
+        return backward(dout, *arguments)
 
 
 torch.library.impl("sparselens::gated_attention", "CUDA", _forward_cuda)
 torch.library.impl("sparselens::gated_attention_backward", "CUDA", _backward_cuda)
 
 
+def _options(documents: Tensor | None, *options: Any) -> dict[str, Any]:
+    """The operator's arguments by the reference's names; its window is 0 for none."""
+    scale, causal, window, sample, seed = options
+    return dict(scale=scale, causal=causal, window=window or None, mask=documents, sample=sample, seed=seed)
+
+
 @torch.library.impl("sparselens::gated_attention", "CPU")
-def _forward_cpu(q, k, v, bias, documents, scale, causal, window, sample, seed):
+def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, documents: Tensor | None, *options: Any) -> Forward:
     if INTERPRETED:
         from .triton import forward
 
-        return forward(q, k, v, bias, documents, scale, causal, window, sample, seed)
-    options = dict(scale=scale, causal=causal, window=window or None, mask=documents, sample=sample, seed=seed)
-    out, edges = gated_attention_reference(q, k, v, bias, **options)
+        return forward(q, k, v, bias, documents, *options)
+    out, edges = gated_attention_reference(q, k, v, bias, **_options(documents, *options))
     # The reference's backward pass starts over from the inputs and needs no row sums.
     return out.contiguous(), edges.float(), q.new_zeros(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.impl("sparselens::gated_attention_backward", "CPU")
-def _backward_cpu(dout, dedges, q, k, v, bias, documents, out, lse, scale, causal, window, sample, seed):
+def _backward_cpu(dout: Tensor, dedges: Tensor, *arguments: Any) -> Backward:
     if INTERPRETED:
         from .triton_backward import backward
 
-        return backward(dout, dedges, q, k, v, bias, documents, out, lse, scale, causal, window, sample, seed)
-    options = dict(scale=scale, causal=causal, window=window or None, mask=documents, sample=sample, seed=seed)
+        return backward(dout, dedges, *arguments)
+    *inputs, documents, _out, _lse = arguments[:7]
     with torch.enable_grad():
-        inputs = [x.detach().requires_grad_() for x in (q, k, v, bias)]
-        out, edges = gated_attention_reference(*inputs, **options)
-        return torch.autograd.grad((out, edges), inputs, (dout, dedges.to(edges.dtype)))
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        out, edges = gated_attention_reference(*inputs, **_options(documents, *arguments[7:]))
+        dq, dk, dv, dbias = torch.autograd.grad((out, edges), inputs, (dout, dedges.to(edges.dtype)))
+        return dq, dk, dv, dbias
 
 
-@torch.library.register_fake("sparselens::gated_attention")
-def _forward_fake(q, k, v, bias, documents, scale, causal, window, sample, seed):
+@torch.library.register_fake("sparselens::gated_attention")  # type: ignore[untyped-decorator]
+def _forward_fake(q: Tensor, *_: Any) -> Forward:
     return (
         torch.empty_like(q),
         q.new_empty(q.shape[:2], dtype=torch.float32),
@@ -88,8 +99,8 @@ def _forward_fake(q, k, v, bias, documents, scale, causal, window, sample, seed)
     )
 
 
-@torch.library.register_fake("sparselens::gated_attention_backward")
-def _backward_fake(dout, dedges, q, k, v, bias, documents, out, lse, scale, causal, window, sample, seed):
+@torch.library.register_fake("sparselens::gated_attention_backward")  # type: ignore[untyped-decorator]
+def _backward_fake(dout: Tensor, dedges: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *_: Any) -> Backward:
     if q.shape[1] == k.shape[1]:
         dk, dv = torch.empty_like(k), torch.empty_like(v)
     else:
@@ -97,14 +108,14 @@ def _backward_fake(dout, dedges, q, k, v, bias, documents, out, lse, scale, caus
     return torch.empty_like(q), dk, dv, torch.empty_like(bias)
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Forward) -> None:
     q, k, v, bias, documents, *ctx.options = inputs
     out, _, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.save_for_backward(q, k, v, bias, documents, out, lse)
 
 
-def _backward(ctx, dout, dedges, _dlse):
+def _backward(ctx: Any, dout: Tensor, dedges: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
     gradients = torch.ops.sparselens.gated_attention_backward(dout, dedges, *ctx.saved_tensors, *ctx.options)
     return *gradients, None, None, None, None, None, None
 
@@ -116,7 +127,9 @@ class _Eager(torch.autograd.Function):
     """The same without the dispatcher, which costs as much host time as a small attention takes on the device."""
 
     @staticmethod
-    def forward(ctx, q, k, v, bias, documents, *options):
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, documents: Tensor | None, *options: Any
+    ) -> tuple[Tensor, Tensor]:
         out, edges, lse = _forward_cuda(q, k, v, bias, documents, *options)
         ctx.save_for_backward(q, k, v, bias, documents, out, lse)
         ctx.options = options
@@ -124,7 +137,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dout, dedges):
+    def backward(ctx: Any, dout: Tensor, dedges: Tensor) -> tuple[Tensor | None, ...]:
         return *_backward_cuda(dout, dedges, *ctx.saved_tensors, *ctx.options), None, None, None, None, None, None
 
 
@@ -135,6 +148,6 @@ def fused_gated_attention(
     """(out, edges) by the fused kernels. bias: fp32 [n_heads]; documents: int32 [batch, keys] or None."""
     arguments = (q, k, v, bias, documents, scale, causal, window or 0, sample, seed)
     if q.is_cuda and type(q) is Tensor and not torch.compiler.is_compiling():
-        return _Eager.apply(*arguments)  # type: ignore[no-any-return]
+        return _Eager.apply(*arguments)  # type: ignore[no-any-return,no-untyped-call]
     out, edges, _ = torch.ops.sparselens.gated_attention(*arguments)
     return out, edges

@@ -31,7 +31,7 @@ be this short: it draws one number for every pair, twice per training step (docs
 these lines; a test compares them bit by bit.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -145,7 +145,7 @@ def gated_pattern(
 
 
 def gated_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float, **options
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """`gated_attention` computed in full: out [batch, n_heads, queries, d_head] and edges [batch, n_heads]."""
     batch, n_heads, queries, _ = q.shape

@@ -10,6 +10,7 @@ Registered under the name "sparselens". Keyword arguments of `model(...)` that r
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ DENSE_SHARE = 0.25  # |attention output| / |values| in a dense model: 0.2 to 0.6
 LEAST_FACTOR = 1e-3  # where nothing is left the norm's own epsilon, usually 1e-6, bounds its gradient at 1e3
 
 
-@torch.compiler.disable  # the seed changes with every step and layer: a compiled block calls this as it is
+# The seed changes with every step and layer: a compiled block calls this as it is.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def gated_attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -100,11 +102,11 @@ def document_mask(
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
-    mask_function=causal_mask_function,
+    mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
-    **kwargs,
+    **kwargs: Any,
 ) -> Tensor | None:
     """The mask in linear memory: the document number of every key, [batch, keys], 0 for padding; None if all are one.
 
@@ -130,7 +132,7 @@ def document_mask(
     return document
 
 
-def count_pairs(mask: Tensor | None, queries: int, keys: int, window: int | None, device) -> Tensor:
+def count_pairs(mask: Tensor | None, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     """How many (query, key) pairs the mask allows, fp64 [batch] (or [1]), without building the pairs."""
     if mask is not None and mask.ndim == 4:
         return mask.sum((-1, -2), dtype=torch.float64).mean(1)
@@ -149,21 +151,23 @@ def count_pairs(mask: Tensor | None, queries: int, keys: int, window: int | None
     return visible[:, keys - queries :].sum(1).to(torch.float64)
 
 
-def pairs_once(mask: Tensor | None, queries: int, keys: int, window: int | None, device, dtype) -> Tensor:
+def pairs_once(
+    mask: Tensor | None, queries: int, keys: int, window: int | None, device: torch.device, dtype: torch.dtype
+) -> Tensor:
     """`count_pairs` as [batch or 1, 1], once per forward pass: its many small kernels would cost as much as attention.
 
     Layers share the mask tensor, so the count is kept on it; without a mask it depends on the sizes alone.
     """
     if mask is None:
         return _causal_pairs(queries, keys, window, device, dtype)
-    known = mask.__dict__.setdefault("_sparselens_pairs", {})
+    known: dict[Any, Tensor] = mask.__dict__.setdefault("_sparselens_pairs", {})
     if (queries, window, dtype) not in known:
         known[queries, window, dtype] = count_pairs(mask, queries, keys, window, device).to(dtype)[:, None]
     return known[queries, window, dtype]
 
 
 @functools.lru_cache(maxsize=64)
-def _causal_pairs(queries: int, keys: int, window: int | None, device, dtype) -> Tensor:
+def _causal_pairs(queries: int, keys: int, window: int | None, device: torch.device, dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(False):  # the tensor outlives the caller
         return count_pairs(None, queries, keys, window, device).to(dtype)[:, None]
 

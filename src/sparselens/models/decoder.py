@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..gating import gated_attention, gated_pattern
 from .architectures import (
+    Parts,
     attention_modules,
     base_model,
     blocks,
@@ -62,6 +63,7 @@ class Decoder:
     def __init__(self, model: nn.Module, straight_through: bool = False):
         self.model, self.config = model, base_model(model).config
         self.dims = dimensions(self.config)
+        self.vocabulary: int = self.config.vocab_size
         self.straight_through = straight_through
         self.group = self.dims.n_heads // self.dims.n_kv_heads
         self.parts = [parts(model, layer) for layer in range(self.dims.n_layers)]
@@ -192,12 +194,12 @@ class Decoder:
                 q, k = p.query_norm(q), p.key_norm(k)
         return *self.rotate(layer, q, k), v
 
-    def _gated(self, p, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    def _gated(self, p: Parts, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         if self.straight_through or not torch.is_grad_enabled():
             return gated_attention(q, k, v, bias, **self._options(p))[0]
         return (self._weights(p, q, k, bias) @ v.to(q.dtype)).to(v.dtype)
 
-    def _weights(self, p, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+    def _weights(self, p: Parts, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
         """What multiplies the values; gates (bias given) count as constants."""
         options = self._options(p)
         # A bias of +inf closes nothing: softmax comes from the same code as the gated pattern.
@@ -210,14 +212,14 @@ class Decoder:
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
         return weights
 
-    def _options(self, p) -> dict:
+    def _options(self, p: Parts) -> dict[str, Any]:
         return dict(scale=p.scale, window=p.window, softcap=p.softcap, normalise=self.normalise)
 
     def _wide(self, norm: nn.Module, t: Tensor, group: int) -> Tensor:
         """A norm over all (key) heads at once. Keys of the j-th query heads of every group are normed together."""
         batch, n_heads, tokens, d_head = t.shape
         t = t.view(batch, n_heads // group, group, tokens, d_head).permute(0, 2, 3, 1, 4)
-        normed = norm(t.flatten(3)).view(t.shape)
+        normed: Tensor = norm(t.flatten(3)).view(t.shape)
         return normed.permute(0, 3, 1, 2, 4).reshape(batch, n_heads, tokens, d_head)
 
     def scaled(self, layer: int, z: Tensor) -> Tensor:
@@ -249,7 +251,7 @@ class Decoder:
     def mlp(self, layer: int, x: Tensor) -> Tensor:
         """What the MLP adds to the residual stream when it reads x, norms included."""
         p = self.parts[layer]
-        out = p.mlp(x if p.mlp_norm is None else p.mlp_norm(x))
+        out: Tensor = p.mlp(x if p.mlp_norm is None else p.mlp_norm(x))
         return out if p.mlp_post is None else p.mlp_post(out)
 
     def heads(self, layer: int, x: Tensor) -> Tensor:

@@ -34,39 +34,16 @@ def capture(model: nn.Module, sites: Iterable[str | Site]) -> Iterator[dict[str,
     `a3` gives the value mixes of all heads [batch, tokens, n_heads, d_head], `a3.h1` one of them, `m4` an MLP's output.
     """
     seen: dict[str, Tensor] = {}
-    d = dimensions(base_model(model).config)
-    mixes, mlps = output_projections(model), mlp_modules(model)
 
-    def heads(site: Site) -> Callable:
-        def hook(module: nn.Module, arguments: tuple) -> tuple:
-            # What is kept is what is passed on, or no gradient would ever reach it.
-            z = arguments[0].unflatten(-1, (d.n_heads, d.d_head))
-            if site.head is None:
-                seen[str(site)] = z
-            else:
-                each = z.unbind(-2)
-                seen[str(site)], z = each[site.head], torch.stack(each, -2)
-            return (z.flatten(-2), *arguments[1:])
+    def keep(site: str) -> Callable[[Tensor], Tensor]:
+        def look(value: Tensor) -> Tensor:
+            seen[site] = value  # what is kept is what is passed on, or no gradient would ever reach it
+            return value
 
-        return hook
+        return look
 
-    def mlp(site: Site) -> Callable:
-        def hook(module: nn.Module, arguments: tuple, output: Tensor) -> None:
-            seen[str(site)] = output
-
-        return hook
-
-    handles = []
-    try:
-        for site in [check_site(model, site) for site in sites]:
-            if site.kind == "a":
-                handles.append(mixes[site.layer].register_forward_pre_hook(heads(site)))
-            else:
-                handles.append(mlps[site.layer].register_forward_hook(mlp(site)))
+    with patch(model, {site: keep(site) for site in map(str, map(Site.parse, sites))}):
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -82,19 +59,19 @@ def patch(model: nn.Module, values: Mapping[str, Value] | Mapping[Site, Value]) 
         new = value(old) if callable(value) else value
         return new.to(old) if isinstance(new, Tensor) else torch.full_like(old, new)
 
-    def heads(site: Site, value: Value) -> Callable:
-        def hook(module: nn.Module, arguments: tuple) -> tuple:
-            z = arguments[0].unflatten(-1, (d.n_heads, d.d_head))
+    def heads(site: Site, value: Value) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+        def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            old = torch.unflatten(arguments[0], -1, (d.n_heads, d.d_head))
             if site.head is None:
-                z = apply(value, z).expand_as(z)
+                z = apply(value, old).expand_as(old)
             else:
-                z = z.clone()
-                z[..., site.head, :] = apply(value, z[..., site.head, :])
+                z = old.clone()
+                z[..., site.head, :] = apply(value, old[..., site.head, :])
             return (z.flatten(-2), *arguments[1:])
 
         return hook
 
-    def mlp(value: Value) -> Callable:
+    def mlp(value: Value) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
         return lambda module, arguments, output: apply(value, output).expand_as(output)
 
     handles = []

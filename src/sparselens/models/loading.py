@@ -21,8 +21,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers import __version__ as transformers_version
-from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file
 
 from ..config import Gate
 from ..runs import distributed
@@ -94,7 +94,7 @@ def load(
     if gate is not None:
         add_gates(model, gate)
     model.eval()
-    return (model.to(device) if device else model), tokenizer  # type: ignore[arg-type]
+    return (model.to(device) if device else model), tokenizer
 
 
 def resolve(
@@ -198,7 +198,7 @@ def _read_gates(source: str) -> dict[str, Tensor]:
             names = sorted(set(read_json(Path(index))["weight_map"].values()))
     found: dict[str, Tensor] = {}
     for name in names:
-        with safe_open(cached_file(source, name), framework="pt") as file:  # type: ignore[arg-type]
+        with safe_open(cached_file(source, name), framework="pt") as file:
             found |= {key: file.get_tensor(key) for key in file.keys() if key.endswith(".gate_bias")}  # noqa: SIM118 (not a dict)
     return found
 
@@ -242,7 +242,7 @@ def _load_gguf(path: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedToken
         tokenizer.add_bos_token = True  # type: ignore[misc]
     # transformers refuses to save a model that came from a gguf file; a fresh one of the same config is just a model.
     config = AutoConfig.for_model(**{k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"})
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))  # type: ignore[no-untyped-call]
     model.load_state_dict(loaded.state_dict())
     model.tie_weights()
     model.generation_config = loaded.generation_config
@@ -286,7 +286,7 @@ def _load_adapter(path: Path, dtype: str) -> tuple[Any, PreTrainedTokenizerBase]
     config.base_model_name_or_path = name.removeprefix(ADAPTER_PREFIX)
     try:
         gates = load_file(path / "gates.safetensors")
-        model = PeftModel.from_pretrained(base, str(path), config=config)  # type: ignore[arg-type]
+        model = PeftModel.from_pretrained(base, str(path), config=config)
     except Exception as error:  # safetensors' own error, or shapes that do not fit the base
         raise ValueError(f"the adapter in {path} cannot be read: {_first_line(error)}") from error
     _restore_gates(base, gates)
@@ -341,15 +341,15 @@ class _quiet:
 
     def __enter__(self) -> None:
         self.level = transformers_logging.get_verbosity()
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
+        transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self.caught = warnings.catch_warnings()
         self.caught.__enter__()
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.caught.__exit__(*error)
         transformers_logging.set_verbosity(self.level)
-        transformers_logging.enable_progress_bar()
+        transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _adds_bos(path: Path) -> bool:

@@ -1,20 +1,25 @@
 """How much memory something took: a measurement for tests and benchmarks, and whether it ran out."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.multiprocessing import reductions
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+StorageWeakRef: Any = reductions.StorageWeakRef  # untyped
 
-class PeakMemory(TorchDispatchMode):
+
+class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of tensors made inside the block that are alive at once; `peak` is the most there ever were.
 
     What existed before (weights, prompts) does not count. Slow: for tests and benchmarks.
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alive: dict[int, tuple[Any, int]] = {}
         self.peak = 0
         self._before: set[int] = set()
 
@@ -23,7 +28,9 @@ class PeakMemory(TorchDispatchMode):
             self._before |= {p.untyped_storage()._cdata for p in (*module.parameters(), *module.buffers())}
         return self
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         out = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self._before:
