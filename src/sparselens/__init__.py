@@ -36,7 +36,6 @@ _HOMES = {
     "trace": "attribution.trace",
     "transcode": "transcoders.transcode",
 }
-_FORMER = {"add_gates": "add_gates"}  # what a name is called where it lives
 __all__ = sorted(_HOMES)  # noqa: PLE0605
 
 if TYPE_CHECKING:
@@ -72,9 +71,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'sparselens' has no attribute {name!r}")
-    import_module(".demo", __name__)  # registers the demo's task and data, which its Runs ask for; without torch
-    home = import_module(f".{_HOMES[name]}", __name__)
-    return getattr(home, name) if hasattr(home, name) else getattr(home, _FORMER[name])
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -263,7 +263,7 @@ class EdgeCheck(Check):
     weight: float
 
 
-WAYS: dict[str, dict[str, bool]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "direct": {"frozen": True, "respond": False},
     "measured_direct": {"hold_mlps": True},
     "predicted": {"frozen": True},
