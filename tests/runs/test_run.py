@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+import textwrap
 
 import pytest
 import torch
@@ -44,6 +45,29 @@ def test_two_writers_are_refused(tmp_path):
     assert "another process is writing" in second.stderr
     run.unlock()
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_every_module_imports_where_there_is_no_fcntl():
+    """As on Windows: what only Unix has may not be imported by ours (torch's and transformers' own imports know)."""
+    code = textwrap.dedent("""
+        import builtins, importlib, pkgutil
+        theirs = builtins.__import__
+
+        def ours(name, globals=None, *rest, **more):
+            if (globals or {}).get("__name__", "").startswith("sparselens"):
+                assert name not in {"fcntl", "resource", "pwd", "grp", "termios"}, (globals["__name__"], name)
+            return theirs(name, globals, *rest, **more)
+
+        builtins.__import__ = ours
+        import sparselens
+        names = [module.name for module in pkgutil.walk_packages(sparselens.__path__, "sparselens.")]
+        for name in names:
+            if not name.endswith("__main__"):
+                importlib.import_module(name)
+        assert len(names) > 80
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_damaged_record_is_named(tmp_path):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from ..runs.run import lock_file, read_json, reading, write_bytes, write_json
+from ..runs.run import give_back, read_json, reading, take_lock, write_bytes, write_json
 from .documents import PIECE, SEPARATOR_LINE, dataset_documents, find_files, is_local, read_documents
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class TokenCache:
         if not (index_path.is_file() and _read_index(folder)["complete"]):
             was_there = cache.is_dir()
             folder.mkdir(parents=True, exist_ok=True)
-            lock = lock_file(folder / ".lock", wait=True)  # another run may be tokenising the same text
+            lock = take_lock(folder / ".lock", wait=True)  # another run may be tokenising the same text
             assert lock is not None
             try:
                 if index_path.is_file():
@@ -123,8 +123,7 @@ class TokenCache:
                 if not index["complete"]:
                     _tokenise(patterns, tokenizer, folder, index, need, heldout, field, progress)
             finally:
-                (folder / ".lock").unlink(missing_ok=True)
-                lock.close()
+                give_back(lock)
                 with suppress(OSError):  # text that was refused leaves nothing
                     folder.rmdir()
                     if not was_there:

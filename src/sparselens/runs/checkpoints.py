@@ -73,7 +73,7 @@ def _write_part(folder: Path, tensors: "Mapping[str, Tensor]") -> str:
     path = folder / _part(distributed.rank())
     try:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-        with path.open("rb") as file:
+        with path.open("r+b") as file:
             os.fsync(file.fileno())
     except SafetensorError as error:
         raise OSError(str(error)) from error

@@ -87,7 +87,7 @@ def forward(model: nn.Module, batch: dict[str, Tensor], **options) -> Any:
 
 def in_bf16(precision: str, device: str | None = None) -> bool:
     """Whether matrix products are in bf16: where the settings say so, or leave it open and there is a GPU."""
-    return precision == "bf16" or (precision == "auto" and (device or distributed.device()) == "cuda")
+    return {"fp32": False, "bf16": True, "auto": (device or distributed.device()) == "cuda"}[precision]
 
 
 def measure(
