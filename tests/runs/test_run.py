@@ -91,12 +91,12 @@ def test_write_json_leaves_the_old_file_when_the_disk_is_full(tmp_path):
 def test_metrics_forget_what_came_after_the_checkpoint(tmp_path):
     metrics = Metrics(tmp_path)
     for step in range(1, 6):
-        metrics.log(step=step, loss=1.0 / step)
+        metrics.log({"step": step, "loss": 1.0 / step})
     metrics.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')  # cut off by a crash
     metrics = Metrics(tmp_path, after_step=3)
-    metrics.log(step=4, loss=9.0)
+    metrics.log({"step": 4, "loss": 9.0})
     metrics.close()
     assert [line["step"] for line in Metrics.read(tmp_path)] == [1, 2, 3, 4]
 

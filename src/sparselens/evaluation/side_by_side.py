@@ -168,7 +168,7 @@ def _rows(
         if text is not None:
             batches, start, count = text
             with torch.autocast(device, torch.bfloat16, enabled=bf16):
-                row = measure(model, batches, start, count, micro_batch=micro, base=base).row(source, kind)
+                row |= measure(model, batches, start, count, micro_batch=micro, base=base).row(source, kind)
         if asked.benchmarks:
             row["benchmarks"] = answer_benchmarks(model, tokenizer, asked.benchmarks, limit=asked.limit)
         if asked.behaviour:

@@ -24,6 +24,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from . import distributed
+from .rows import MetricsLine
 
 DEVICES = Path("/dev")
 LATER = {"optimizer": "adamw"}  # settings that runs recorded before they existed were made with
@@ -333,8 +334,8 @@ class Metrics:
             write_bytes(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         self.file = self.path.open("a")
 
-    def log(self, **values: Any) -> None:
-        self.file.write(json.dumps(values) + "\n")
+    def log(self, line: MetricsLine) -> None:
+        self.file.write(json.dumps(line) + "\n")
         self.file.flush()
 
     def close(self) -> None:
