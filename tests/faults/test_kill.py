@@ -254,19 +254,18 @@ def test_the_lock_holds_while_its_file_comes_and_goes(tmp_path, wait):
     """Four processes take and give back the lock as fast as they can; a marker shows if two ever have it at once."""
     code = textwrap.dedent(f"""
         import os, pathlib, sys
-        from sparselens.runs.run import lock_file
+        from sparselens.runs.run import give_back, take_lock
         folder = pathlib.Path({str(tmp_path)!r})
         taken = 0
         for _ in range(2000):
-            lock = lock_file(folder / ".lock", wait={wait})
+            lock = take_lock(folder / ".lock", wait={wait})
             if lock is None:
                 continue
             taken += 1
             marker = os.open(folder / "marker", os.O_CREAT | os.O_EXCL)  # fails if another one is inside
             os.close(marker)
             os.unlink(folder / "marker")
-            (folder / ".lock").unlink()
-            lock.close()
+            give_back(lock)
         print(taken)
     """)
     running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(4)]

@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+import textwrap
 
 import pytest
 import torch
@@ -46,6 +47,29 @@ def test_two_writers_are_refused(tmp_path):
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
+def test_every_module_imports_where_there_is_no_fcntl():
+    """As on Windows: what only Unix has may not be imported by ours (torch's and transformers' own imports know)."""
+    code = textwrap.dedent("""
+        import builtins, importlib, pkgutil
+        theirs = builtins.__import__
+
+        def ours(name, globals=None, *rest, **more):
+            if (globals or {}).get("__name__", "").startswith("sparselens"):
+                assert name not in {"fcntl", "resource", "pwd", "grp", "termios"}, (globals["__name__"], name)
+            return theirs(name, globals, *rest, **more)
+
+        builtins.__import__ = ours
+        import sparselens
+        names = [module.name for module in pkgutil.walk_packages(sparselens.__path__, "sparselens.")]
+        for name in names:
+            if not name.endswith("__main__"):
+                importlib.import_module(name)
+        assert len(names) > 80
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_damaged_record_is_named(tmp_path):
     (tmp_path / "run.json").write_text('{"kind": ')
     with pytest.raises(ValueError, match=r"run\.json is damaged"):
@@ -67,12 +91,12 @@ def test_write_json_leaves_the_old_file_when_the_disk_is_full(tmp_path):
 def test_metrics_forget_what_came_after_the_checkpoint(tmp_path):
     metrics = Metrics(tmp_path)
     for step in range(1, 6):
-        metrics.log(step=step, loss=1.0 / step)
+        metrics.log({"step": step, "loss": 1.0 / step})
     metrics.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')  # cut off by a crash
     metrics = Metrics(tmp_path, after_step=3)
-    metrics.log(step=4, loss=9.0)
+    metrics.log({"step": 4, "loss": 9.0})
     metrics.close()
     assert [line["step"] for line in Metrics.read(tmp_path)] == [1, 2, 3, 4]
 

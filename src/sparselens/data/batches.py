@@ -18,11 +18,11 @@ import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, Protocol, TypedDict
 
 import numpy as np
 
-from ..runs.run import lock_file, read_json, reading, write_bytes, write_json
+from ..runs.run import give_back, read_json, reading, take_lock, write_bytes, write_json
 from .documents import PIECE, SEPARATOR_LINE, dataset_documents, find_files, is_local, read_documents
 
 if TYPE_CHECKING:
@@ -34,6 +34,25 @@ SHARD = 1 << 24  # tokens per cache file
 HELDOUT_EVERY = 20  # one document in 20 is kept from training until there is enough held-out text
 LANES = 16  # files read side by side
 ROOM = 40  # sequences read at least, so that a tenth of them is some
+
+
+Tokens = np.ndarray[Any, Any]  # flat
+Part = Literal["train", "heldout"]
+Source = list[Any]  # [file, size, time of the last change], or [name of a dataset]
+
+
+class Index(TypedDict):
+    """index.json of a cache."""
+
+    train: list[str]  # files of tokens
+    heldout: list[str]
+    tokens: dict[str, int]  # in all files of either part
+    pieces: int  # done so far
+    documents: int
+    part: NotRequired[Part]  # where the last document goes
+    complete: bool
+    separator: int
+    sources: list[Source]
 
 
 class Batches(Protocol):
@@ -48,7 +67,7 @@ class Batches(Protocol):
 
     def heldout(self, start: int, count: int) -> "dict[str, Tensor]": ...
 
-    def describe(self) -> dict:
+    def describe(self) -> dict[str, Any]:
         """Where the data came from, for the record."""
         ...
 
@@ -61,7 +80,7 @@ def first_token(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     vocabulary has it, else BOS, else EOS."""
     bos = tokenizer.bos_token_id
     if bos is not None and tokenizer("a")["input_ids"][:1] == [bos]:
-        return bos
+        return int(bos)
     found = (tokenizer.get_vocab().get(SEPARATOR_LINE), bos, tokenizer.eos_token_id)
     return next((token for token in found if token is not None), None)
 
@@ -83,7 +102,7 @@ class TokenCache:
         self.folder = folder
         self.index = _read_index(folder)
 
-    def shards(self, part: str) -> list[np.ndarray]:
+    def shards(self, part: Part) -> list[Tokens]:
         """The tokens, not read yet. ValueError where a file is cut off, missing or not what was written."""
         try:
             with reading(self.folder / "index.json"):
@@ -110,12 +129,14 @@ class TokenCache:
         key, sources = _fingerprint(patterns, tokenizer, need, heldout, field)
         folder = cache / key
         index_path = folder / "index.json"
-        index = {"train": [], "heldout": [], "pieces": 0, "documents": 0, "tokens": {"train": 0, "heldout": 0}}
-        index |= {"complete": False, "separator": separator_id(tokenizer), "sources": sources}
+        index: Index = {
+            "train": [], "heldout": [], "pieces": 0, "documents": 0, "tokens": {"train": 0, "heldout": 0},
+            "complete": False, "separator": separator_id(tokenizer), "sources": sources,
+        }  # fmt: skip
         if not (index_path.is_file() and _read_index(folder)["complete"]):
             was_there = cache.is_dir()
             folder.mkdir(parents=True, exist_ok=True)
-            lock = lock_file(folder / ".lock", wait=True)  # another run may be tokenising the same text
+            lock = take_lock(folder / ".lock", wait=True)  # another run may be tokenising the same text
             assert lock is not None
             try:
                 if index_path.is_file():
@@ -123,8 +144,7 @@ class TokenCache:
                 if not index["complete"]:
                     _tokenise(patterns, tokenizer, folder, index, need, heldout, field, progress)
             finally:
-                (folder / ".lock").unlink(missing_ok=True)
-                lock.close()
+                give_back(lock)
                 with suppress(OSError):  # text that was refused leaves nothing
                     folder.rmdir()
                     if not was_there:
@@ -132,9 +152,9 @@ class TokenCache:
         return cls(folder)
 
 
-def _read_index(folder: Path) -> dict:
+def _read_index(folder: Path) -> Index:
     try:
-        index = read_json(folder / "index.json")
+        index: Index = read_json(folder / "index.json")
         with reading("the index"):
             assert index["separator"] >= 0 and isinstance(index["complete"], bool) and index["sources"]
     except (ValueError, AssertionError) as error:
@@ -146,9 +166,11 @@ def _damaged(folder: Path, why: object) -> ValueError:
     return ValueError(f"the tokenised text in {folder} is damaged ({why}); remove that folder: it is made anew")
 
 
-def _fingerprint(patterns, tokenizer, need, heldout, field) -> tuple[str, list]:
+def _fingerprint(
+    patterns: list[str], tokenizer: "PreTrainedTokenizerBase", need: int, heldout: int, field: str
+) -> tuple[str, list[Source]]:
     """A name for the cache that changes whenever the tokens would, and what went into it."""
-    sources = []
+    sources: list[Source] = []
     for pattern in patterns:
         if is_local(pattern):
             sources += [[str(path), *_stamp(path)] for path in find_files([pattern])]
@@ -160,7 +182,7 @@ def _fingerprint(patterns, tokenizer, need, heldout, field) -> tuple[str, list]:
     return hashlib.sha256(text.encode()).hexdigest()[:16], sources
 
 
-def _rules(tokenizer) -> dict:
+def _rules(tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
     """How a fast tokenizer cuts text, beside its vocabulary: two with the same words may cut differently."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     parts = {} if backend is None else json.loads(backend.to_str())
@@ -188,7 +210,7 @@ def _stamp(path: Path) -> list[int]:
         return []
 
 
-def _documents(sources: list, field: str) -> Iterator[tuple[str, bool]]:
+def _documents(sources: list[Source], field: str) -> Iterator[tuple[str, bool]]:
     """Documents of all sources in turn, each in proportion to its size on disk: a short run sees a fair mix, too.
 
     Many files are read in `LANES` rows of neighbours, one after another in each row, so that few are open at a time.
@@ -225,7 +247,7 @@ def _read(name: str, *stamp: int, field: str) -> Iterator[tuple[str, bool]]:
         raise ValueError(f"{name} has disappeared") from None
 
 
-def _refuse_changed(sources: list, folder: Path) -> None:
+def _refuse_changed(sources: list[Source], folder: Path) -> None:
     """A file that changed while it was read has left tokens of neither the old nor the new text in the cache."""
     changed = [name for name, *stamp in sources if stamp and _stamp(Path(name)) != stamp]
     if changed:
@@ -233,7 +255,9 @@ def _refuse_changed(sources: list, folder: Path) -> None:
         raise ValueError(f"{changed[0]} changed or disappeared while it was being read; start again when it is whole")
 
 
-def _encoded(pieces: Iterator[tuple[str, bool]], tokenizer) -> Iterator[tuple[list[int], bool]]:
+def _encoded(
+    pieces: Iterator[tuple[str, bool]], tokenizer: "PreTrainedTokenizerBase"
+) -> Iterator[tuple[list[int], bool]]:
     """(token numbers, starts a new document) of each piece; many at a time, so that all cores have something to do."""
     while batch := list(itertools.islice(pieces, PIECES_AT_ONCE)):
         ids = tokenizer([text for text, _ in batch], add_special_tokens=False, verbose=False)["input_ids"]
@@ -246,13 +270,22 @@ def _is_heldout(document: int) -> bool:
     return place == random.Random(block).randrange(HELDOUT_EVERY)
 
 
-def _tokenise(patterns, tokenizer, folder: Path, index: dict, need, heldout, field, progress) -> None:
+def _tokenise(
+    patterns: list[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    folder: Path,
+    index: Index,
+    need: int,
+    heldout: int,
+    field: str,
+    progress: bool,
+) -> None:
     from tqdm import tqdm
 
     dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
     separator, done = index["separator"], index["pieces"]
-    buffers: dict[str, list[np.ndarray]] = {"train": [], "heldout": []}
-    part, document = "train", index["documents"]
+    buffers: dict[Part, list[Tokens]] = {"train": [], "heldout": []}
+    part, document = index.get("part", "train"), index["documents"]
 
     def flush() -> None:
         for name, buffer in buffers.items():
@@ -266,7 +299,6 @@ def _tokenise(patterns, tokenizer, folder: Path, index: dict, need, heldout, fie
                 buffer.clear()
         write_json(folder / "index.json", index)
 
-    part = index.get("part", part)
     bar = tqdm(total=need, initial=index["tokens"]["train"], unit="tok", unit_scale=True, desc="tokenise",
                disable=not progress, leave=False)  # fmt: skip
     with bar:
@@ -313,7 +345,7 @@ class TextBatches:
         progress: bool = True,
     ):
         self.length, self.seed, self.vocabulary = length, seed, len(tokenizer)
-        self._orders: dict[int, np.ndarray] = {}  # epoch -> order of its sequences
+        self._orders: dict[int, Tokens] = {}  # epoch -> order of its sequences
         for pattern in (*patterns, *(heldout_patterns or ())):
             if is_local(pattern):
                 find_files([pattern])  # a missing file before any is read
@@ -346,7 +378,7 @@ class TextBatches:
             raise ValueError("the text is too short to hold any of it out; give other text with --heldout")
         self.n_heldout = len(self._heldout)
 
-    def _rows(self, shards: list[np.ndarray]) -> list[tuple[np.ndarray, int]]:
+    def _rows(self, shards: list[Tokens]) -> list[tuple[Tokens, int]]:
         """(shard, first token) of every sequence: they follow one another."""
         return [(shard, first) for shard in shards for first in range(0, len(shard) - self.length + 1, self.length)]
 
@@ -359,7 +391,7 @@ class TextBatches:
     def heldout(self, start: int, count: int) -> "dict[str, Tensor]":
         return self._batch([self._heldout[i % self.n_heldout] for i in range(start, start + count)])
 
-    def _batch(self, rows: list[tuple[np.ndarray, int]]) -> "dict[str, Tensor]":
+    def _batch(self, rows: list[tuple[Tokens, int]]) -> "dict[str, Tensor]":
         import torch
 
         # Models lean on their first token. Sequences start with the separator, also in mid-document; where the
@@ -370,7 +402,7 @@ class TextBatches:
         start = torch.where(inputs == self.separator, position, 0).cummax(1).values
         return {"input_ids": inputs, "labels": labels, "position_ids": position - start}
 
-    def _stretch(self, shard: np.ndarray, first: int) -> np.ndarray:
+    def _stretch(self, shard: Tokens, first: int) -> Tokens:
         """The `length` + 1 tokens of a sequence: its text with the separator in front, or with the token after it."""
         bare = self.half_start_bare and first // self.length % 2 == 1 and first + self.length < len(shard)
         text = shard[first : first + self.length + bare].astype(np.int64)
@@ -378,7 +410,7 @@ class TextBatches:
             raise _damaged(self.cache.folder, f"token {text.max()} of {self.vocabulary}")
         return text if bare else np.insert(text, 0, self.separator)
 
-    def describe(self) -> dict:
+    def describe(self) -> dict[str, Any]:
         return {"sources": self.sources, "train_sequences": len(self._train), "heldout_sequences": self.n_heldout,
                 "length": self.length, "half_start_bare": self.half_start_bare,
                 "tokens": self.cache.index["tokens"]}  # fmt: skip

@@ -53,7 +53,7 @@ def _open(path: Path) -> IO[bytes]:
     if path.suffix == ".zst":
         import zstandard
 
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(path.open("rb"), closefd=True))  # type: ignore
+        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(path.open("rb"), closefd=True))
     return path.open("rb")
 
 
@@ -103,9 +103,7 @@ def _documents_of_parquet(file: IO[bytes], field: str, path: Path) -> Iterator[t
     import pyarrow.parquet as pq
 
     with tempfile.TemporaryFile() as plain:
-        if (
-            path.suffix != ".parquet"
-        ):  # parquet needs random access; its compressed form is unpacked to disk, not memory
+        if path.suffix != ".parquet":  # it needs random access: its compressed form is unpacked to disk, not memory
             while block := file.read(PIECE):
                 plain.write(block)
             file = plain
@@ -121,18 +119,18 @@ def _documents_of_parquet(file: IO[bytes], field: str, path: Path) -> Iterator[t
             raise ValueError(f"{path} is not a readable parquet file: {error}") from error
 
 
-def _json(line: str, where: str):
+def _json(line: str, where: str) -> object:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON ({error})") from None
 
 
-def _field(record, field: str, where: str) -> str:
-    if not isinstance(record, dict) or not isinstance(record.get(field), str):
-        names = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+def _field(row: object, field: str, where: str) -> str:
+    text = row.get(field) if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        names = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise ValueError(f"{where}: no text in field {field!r}; found {names}. Choose one with --text-field")
-    text = record[field]
     try:
         text.encode()
     except UnicodeEncodeError:  # half of a character, which JSON can hold and no tokenizer can read

@@ -243,7 +243,7 @@ def _rows(sources: list[tuple[str, Source]], find_text: FindText, asked: Asked, 
         if text is not None:
             batches, start, count = text
             with torch.autocast(distributed.device(), torch.bfloat16, enabled=bf16):
-                row = measure(model, batches, start, count, micro_batch=micro, base=base).row(name, kind)
+                row |= measure(model, batches, start, count, micro_batch=micro, base=base).row(name, kind)
         if asked.benchmarks:
             row["benchmarks"] = answer_benchmarks(model, tokenizer, asked.benchmarks, limit=asked.limit)
         if asked.behaviour:

@@ -73,7 +73,7 @@ def _write_part(folder: Path, tensors: "Mapping[str, Tensor]") -> str:
     path = folder / _part(distributed.rank())
     try:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-        with path.open("rb") as file:
+        with path.open("r+b") as file:
             os.fsync(file.fileno())
     except SafetensorError as error:
         raise OSError(str(error)) from error
@@ -107,7 +107,7 @@ def checkpoint_states(folder: Path) -> list[dict[str, Any]]:
     return states
 
 
-class Saved(Mapping):
+class Saved(Mapping[str, "Tensor"]):
     """The tensors of a checkpoint, read when asked for; what several processes wrote in parts is whole again."""
 
     def __init__(self, path: Path, sums: dict[str, str]):
@@ -196,7 +196,7 @@ def fill(parameters: "Mapping[str, Tensor]", tensors: "Mapping[str, Tensor]", pr
             p.copy_(distributed.split_like(saved, p))
 
 
-def fill_optimizer(optimizer, parameters: "dict[str, nn.Parameter]", tensors: "Mapping[str, Tensor]") -> None:
+def fill_optimizer(optimizer: Any, parameters: "Mapping[str, nn.Parameter]", tensors: "Mapping[str, Tensor]") -> None:
     """Put the saved moments and step counts back."""
     for name, p in parameters.items():
         prefix = f"adam.{name}."

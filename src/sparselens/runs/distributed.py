@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 STEP_TIMEOUT = timedelta(minutes=10)  # for all processes to meet within a step
@@ -85,7 +86,8 @@ def _control_group() -> "ProcessGroup":
         torch.cuda.set_device(local)
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=STEP_TIMEOUT)
-    return dist.new_group(backend="gloo", timeout=PATIENCE)
+    group: ProcessGroup = dist.new_group(backend="gloo", timeout=PATIENCE)
+    return group
 
 
 def stop() -> None:
@@ -245,7 +247,7 @@ def place(model: "nn.Module", device: Any, blocks: "Iterable[nn.Module]" = ()) -
 
 
 @functools.cache
-def _mesh():
+def _mesh() -> "DeviceMesh":
     from torch.distributed.device_mesh import init_device_mesh
 
     _control_group()
@@ -273,19 +275,19 @@ def trainable(model: "nn.Module") -> "nn.Module":
     return DistributedDataParallel(model, gradient_as_bucket_view=True, **alone)
 
 
-def accumulating(model: "nn.Module", more: bool) -> AbstractContextManager:
+def accumulating(model: "nn.Module", more: bool) -> AbstractContextManager[Any]:
     """While `more` micro-batches follow, DDP keeps gradients to itself. (FSDP2 would have to keep whole ones.)"""
     return model.no_sync() if more and hasattr(model, "no_sync") and world() > 1 else nullcontext()  # type: ignore
 
 
 def whole(tensor: "Tensor") -> "Tensor":
     """All of a tensor that may be split. Every process has to ask."""
-    return tensor.full_tensor() if world() > 1 and hasattr(tensor, "full_tensor") else tensor  # type: ignore
+    return tensor.full_tensor() if world() > 1 and hasattr(tensor, "full_tensor") else tensor
 
 
 def local(tensor: "Tensor") -> "Tensor":
     """The part of it that lies here."""
-    return tensor.to_local() if world() > 1 and hasattr(tensor, "to_local") else tensor  # type: ignore
+    return tensor.to_local() if world() > 1 and hasattr(tensor, "to_local") else tensor
 
 
 def split_like(tensor: "Tensor", model: "Tensor") -> "Tensor":
@@ -328,14 +330,14 @@ def gather_checksums(digest: str) -> dict[int, str]:
 
 
 @contextmanager
-def interruptible():
+def interruptible() -> Iterator[Callable[[], bool]]:
     """Ctrl-C or SIGTERM: finish the step, write a checkpoint, stop. A second one stops at once.
 
     (Not under a launcher: on Ctrl-C it sends a SIGTERM of its own after the terminal's SIGINT.)
     """
     asked = False
 
-    def ask(number, frame):
+    def ask(*_: object) -> None:
         nonlocal asked
         if asked and world() == 1:
             raise KeyboardInterrupt

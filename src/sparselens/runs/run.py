@@ -8,7 +8,6 @@
 Files appear whole or not at all: they are written under another name, flushed to disk and renamed.
 """
 
-import fcntl
 import json
 import os
 import platform
@@ -20,9 +19,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from filelock import FileLock, Timeout
 
 from . import distributed
+from .rows import MetricsLine
 
 DEVICES = Path("/dev")
 LATER = {"optimizer": "adamw"}  # settings that runs recorded before they existed were made with
@@ -51,7 +53,7 @@ def write_bytes(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        temporary.rename(path)
+        temporary.replace(path)
     except OSError:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -155,7 +157,7 @@ def put_in_place(fresh: Path, folder: Path) -> None:
     """Give a finished folder its name, its files on the disk; one that has the name already makes way."""
     for path in fresh.rglob("*"):
         if path.is_file():
-            with path.open("rb") as file:
+            with path.open("r+b") as file:
                 os.fsync(file.fileno())
     if not folder.exists():
         fresh.rename(folder)
@@ -179,24 +181,21 @@ def sweep(folder: Path) -> None:
 # ---- the Run ---------------------------------------------------------------------------------------------------------
 
 
-def lock_file(path: Path, wait: bool = False) -> IO[str] | None:
-    """The lock file, held until it is closed or the process dies; None where another process has it (and not `wait`).
+def take_lock(path: Path, wait: bool = False) -> FileLock | None:
+    """The lock, held until `give_back` or until the process dies; None where another one has it (and not `wait`)."""
+    lock = FileLock(path, timeout=-1 if wait else 0, thread_local=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        return None
+    return lock
 
-    Whoever is done unlinks the file before closing it. A lock on a file that has lost its name in the meantime
-    protects nothing, so it is taken again on the one that has the name now.
-    """
-    while True:
-        file = path.open("w")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
-        except BlockingIOError:
-            file.close()
-            return None
-        except FileNotFoundError:
-            pass
-        file.close()
+
+def give_back(lock: FileLock) -> None:
+    """Remove the lock's file, then release it: whoever holds a file that has lost its name begins again."""
+    with suppress(OSError):  # Windows removes no file that is open; there the release does
+        Path(lock.lock_file).unlink()
+    lock.release()
 
 
 def provenance() -> dict[str, Any]:
@@ -234,7 +233,7 @@ class Run:
         parts = self.record if isinstance(self.record, dict) else {}
         if not isinstance(parts.get("kind"), str) or not isinstance(parts.get("config"), dict):
             raise ValueError(f"{self.path / 'run.json'} is damaged: expected an object with kind and config")
-        self._lock: IO[str] | None = None
+        self._lock: FileLock | None = None
 
     @classmethod
     def create(cls, path: Path | str, kind: str, config: dict[str, Any], resume: bool = False) -> "Run":
@@ -252,7 +251,7 @@ class Run:
         cls.check(path, resume)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            lock = lock_file(path / ".lock")
+            lock = take_lock(path / ".lock")
         except OSError as error:
             raise ValueError(f"cannot write to {path}: {error.strerror}") from error
         if lock is None:
@@ -266,8 +265,7 @@ class Run:
                 write_json(path / "run.json", {"kind": kind, "config": config, "provenance": provenance()})
             run = cls(path)
         except BaseException:
-            (path / ".lock").unlink(missing_ok=True)
-            lock.close()
+            give_back(lock)
             raise
         run._lock = lock
         return run
@@ -311,8 +309,7 @@ class Run:
 
     def unlock(self) -> None:
         if self._lock is not None:
-            (self.path / ".lock").unlink(missing_ok=True)  # before it is free: see lock_file
-            self._lock.close()
+            give_back(self._lock)
             self._lock = None
 
     def write(self, name: str, value: Any) -> Path:
@@ -337,8 +334,8 @@ class Metrics:
             write_bytes(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         self.file = self.path.open("a")
 
-    def log(self, **values: Any) -> None:
-        self.file.write(json.dumps(values) + "\n")
+    def log(self, line: MetricsLine) -> None:
+        self.file.write(json.dumps(line) + "\n")
         self.file.flush()
 
     def close(self) -> None:

@@ -67,7 +67,7 @@ class Budget:
         """The budget when this share of the steps is done."""
         final = self.density * (1 - self.margin)
         start = max(self.start or 1.0, final)
-        return start * (final / start) ** min(1.0, done / self.closing)
+        return start * float((final / start) ** min(1.0, done / self.closing))
 
     def objective(self, loss: Tensor, density: Tensor) -> Tensor:
         return loss + math.exp(self.log_pressure) / self.unit * density

@@ -54,7 +54,7 @@ def trainable(model: nn.Module, training: Training) -> nn.Module:
     config = LoraConfig(
         r=training.lora, lora_alpha=2 * training.lora, target_modules="all-linear", task_type="CAUSAL_LM"
     )
-    return get_peft_model(model, config)  # type: ignore[arg-type]
+    return get_peft_model(model, config)
 
 
 def with_gates(model: nn.Module, settings: Sparsify) -> nn.Module:
@@ -104,9 +104,10 @@ def shallow(config: PretrainedConfig, layers: int) -> nn.Module:
         config.layer_types = config.layer_types[:layers]
     attention = "sdpa" if has_fused_attention(config) else "eager"
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     except Exception as error:  # sizes or names that no model has, in whatever words
         raise ValueError(f"no model can be built from this configuration: {error}") from error
+    return model
 
 
 def has_fused_attention(config: PretrainedConfig) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from transformers import PretrainedConfig
 
 from ..config import Sparsify
 from ..models.architectures import dimensions
@@ -58,7 +59,9 @@ class Step:
         return dataclasses.astuple(self)
 
 
-def count_step(config, settings: Sparsify, length: int, sequences: int, gpu: bool, cache: bool) -> tuple[Step, Step]:
+def count_step(
+    config: PretrainedConfig, settings: Sparsify, length: int, sequences: int, gpu: bool, cache: bool
+) -> tuple[Step, Step]:
     """(the whole model's step, what one layer adds to it), for so many sequences at once.
 
     cache: autocast holds on to the bf16 form of every weight while the forward pass lasts.
@@ -72,7 +75,9 @@ def count_step(config, settings: Sparsify, length: int, sequences: int, gpu: boo
     return dataclasses.replace(whole, peak=max(whole.forward, whole.kept + two.peak - two.kept)), layer
 
 
-def _count(config, settings: Sparsify, length: int, sequences: int, gpu: bool, cache: bool, layers: int) -> Step:
+def _count(
+    config: PretrainedConfig, settings: Sparsify, length: int, sequences: int, gpu: bool, cache: bool, layers: int
+) -> Step:
     fused = gpu and has_fused_attention(config) and settings.gate.normalise == "all"
     with torch.device("meta"):
         model = shallow_trainable(config, settings, layers, gated=not fused)
@@ -102,7 +107,9 @@ def _count(config, settings: Sparsify, length: int, sequences: int, gpu: bool, c
     return Step(*sizes(model), kept, forward_peak, work.peak, work.flops, work.moved, work.operations)
 
 
-def _loss(model: nn.Module, teacher: nn.Module | None, batch: dict[str, Tensor], settings: Sparsify, gpu: bool):
+def _loss(
+    model: nn.Module, teacher: nn.Module | None, batch: dict[str, Tensor], settings: Sparsify, gpu: bool
+) -> Tensor:
     """The objective; on a GPU the loss is compiled to one pass over the logits."""
     if not gpu:
         stage = Stage("plan", model, None, Path(), settings.training, teacher=teacher)  # type: ignore[arg-type]
@@ -111,7 +118,8 @@ def _loss(model: nn.Module, teacher: nn.Module | None, batch: dict[str, Tensor],
     logits = forward(model, batch).logits
     with torch.no_grad():
         reference = None if teacher is None else forward(teacher, batch).logits
-    return _FusedLoss.apply(logits, reference)
+    fused: Tensor = _FusedLoss.apply(logits, reference)  # type: ignore[no-untyped-call]
+    return fused
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -121,12 +129,12 @@ class _FusedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits: Tensor, reference: Tensor | None) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, reference: Tensor | None) -> Tensor:
         ctx.save_for_backward(logits, reference)
         return logits.new_zeros((), dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         logits, reference = ctx.saved_tensors
         dtype = logits.dtype if reference is None else torch.float32
         return torch.empty_like(logits, dtype=dtype).to(logits.dtype), None
@@ -153,8 +161,8 @@ class _Work(PeakMemory):
         self.peak = kept
         return kept, forward_peak
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = super().__torch_dispatch__(function, types, args, kwargs)
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
         if formula := FLOPS.get(function._overloadpacket):
             self.flops += formula(*args, **(kwargs or {}), out_val=out)
         if not function.is_view:
@@ -166,12 +174,12 @@ class _Work(PeakMemory):
         return out
 
 
-def _attention_flops(q, k, v, *_, **__) -> int:
-    return sdpa_flop_count(q.shape, k.shape, v.shape) // 2  # causal: half of the pairs
+def _attention_flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(q.shape, k.shape, v.shape)) // 2  # causal: half of the pairs
 
 
-def _attention_backward_flops(gradient, q, k, v, *_, **__) -> int:
-    return sdpa_backward_flop_count(gradient.shape, q.shape, k.shape, v.shape) // 2
+def _attention_backward_flops(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(gradient.shape, q.shape, k.shape, v.shape)) // 2
 
 
 FLOPS: dict[Any, Callable[..., int]] = flop_registry | {
@@ -199,7 +207,9 @@ def _make_fake(model: nn.Module) -> None:
 # ---- time ------------------------------------------------------------------------------------------------------------
 
 
-def time_step(config, settings: Sparsify, length: int, sequences: int, device: str) -> tuple[float, float]:
+def time_step(
+    config: PretrainedConfig, settings: Sparsify, length: int, sequences: int, device: str
+) -> tuple[float, float]:
     """(seconds per token for gradients, seconds per optimiser step) of the whole model, measured on shallow ones."""
     n_layers = dimensions(config).n_layers
     depths = [n_layers] if n_layers <= TIMED_DEPTHS[1] else list(TIMED_DEPTHS)
@@ -211,7 +221,9 @@ def time_step(config, settings: Sparsify, length: int, sequences: int, device: s
     return tuple(max(b, a + factor * (b - a)) for a, b in zip(shallow, deep, strict=True))  # type: ignore
 
 
-def _time(config, settings: Sparsify, length: int, sequences: int, device: str, layers: int) -> tuple[float, float]:
+def _time(
+    config: PretrainedConfig, settings: Sparsify, length: int, sequences: int, device: str, layers: int
+) -> tuple[float, float]:
     torch.manual_seed(0)
     with torch.device(device):
         model: Any = shallow_trainable(config, settings, layers, gated=True)

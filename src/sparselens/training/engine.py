@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..config import Training, Transcode
 from ..runs import distributed
 from ..runs.checkpoints import fill, fill_optimizer, load_checkpoint, save_checkpoint
+from ..runs.rows import MetricsLine
 from ..runs.run import Metrics, reading
 from .optimizers import Together, learning_rate
 
@@ -61,15 +62,15 @@ class Trainee(ABC):
         """Leave the gradients of the next step in the parameters; returns its loss and how many tokens it took."""
 
     @abstractmethod
-    def stepped(self, loss: float, tokens: int, seconds: float) -> dict[str, Any]:
+    def stepped(self, loss: float, tokens: int, seconds: float) -> MetricsLine:
         """Take in an update that was made; returns what metrics.jsonl shall say of it."""
 
     @abstractmethod
-    def evaluate(self) -> dict[str, Any]:
+    def evaluate(self) -> MetricsLine:
         """Measure on held-out sequences; for metrics.jsonl."""
 
     @abstractmethod
-    def describe(self, line: dict[str, Any]) -> str:
+    def describe(self, line: MetricsLine) -> str:
         """What the progress bar says."""
 
     def tensors(self) -> dict[str, Tensor]:
@@ -86,7 +87,7 @@ class Trainee(ABC):
         """Write what the next checkpoint speaks of: a killed run must find it."""
 
 
-def run(trainee: Trainee, resume: bool = False, track: Callable[[dict[str, Any]], None] | None = None) -> None:
+def run(trainee: Trainee, resume: bool = False, track: Callable[[MetricsLine], None] | None = None) -> None:
     """Train to the end, or raise Interrupted with a checkpoint written. track: is given every line of the metrics."""
     from tqdm import tqdm
 
@@ -107,7 +108,7 @@ def run(trainee: Trainee, resume: bool = False, track: Callable[[dict[str, Any]]
         while trainee.progress.step < settings.steps:
             if (line := update(trainee)) is None:
                 continue
-            metrics.log(**line)
+            metrics.log(line)
             if track:
                 track(line)
             bar.set_postfix_str(trainee.describe(line), refresh=False)
@@ -119,7 +120,7 @@ def run(trainee: Trainee, resume: bool = False, track: Callable[[dict[str, Any]]
                 raise Interrupted(f"stopped after step {step} of {settings.steps}; continue with --resume")
 
 
-def update(trainee: Trainee) -> dict[str, Any] | None:
+def update(trainee: Trainee) -> MetricsLine | None:
     """Make one step, and evaluate if it is time; returns its line for metrics.jsonl, None where it was discarded."""
     settings, progress, optimizer = trainee.settings, trainee.progress, trainee.optimizer
     began = time.perf_counter()
@@ -137,7 +138,7 @@ def update(trainee: Trainee) -> dict[str, Any] | None:
     progress.bad_steps = 0
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    line: dict[str, Any] = {"step": progress.step, "loss": loss, "grad_norm": norm}
+    line: MetricsLine = {"step": progress.step, "loss": loss, "grad_norm": norm}
     line |= trainee.stepped(loss, tokens, time.perf_counter() - began)
     evaluates = progress.step % settings.evaluate_every == 0 or progress.step == settings.steps
     if (evaluates or progress.step % settings.checkpoint_every == 0) and not finite(trainee.parameters):
@@ -145,7 +146,8 @@ def update(trainee: Trainee) -> dict[str, Any] | None:
         discard(trainee, loss, norm)
     if evaluates:
         line |= trainee.evaluate()
-    return line | {"tokens_per_second": round(tokens / (time.perf_counter() - began))}
+    line["tokens_per_second"] = round(tokens / (time.perf_counter() - began))
+    return line
 
 
 def discard(trainee: Trainee, loss: float, norm: float) -> None:

@@ -27,6 +27,7 @@ from ..models.loading import is_gated
 from ..models.memory import out_of_memory
 from ..runs import distributed
 from ..runs.checkpoints import checkpoint_states, fill, load_checkpoint, save_checkpoint
+from ..runs.rows import MetricsLine
 from .compilation import faster, fused
 from .controllers import Budget, Constraint
 from .copies import recompute
@@ -109,13 +110,13 @@ class Stage(Trainee):
         loss, self.density = found
         return loss, self.settings.batch * self.batches.length
 
-    def stepped(self, loss: float, tokens: int, seconds: float) -> dict[str, Any]:
+    def stepped(self, loss: float, tokens: int, seconds: float) -> MetricsLine:
         if self.constraint is None:
             return {}
         self.constraint.step(loss, self.density, (self.progress.step - 1) / self.settings.steps)
         return {"density": self.density, "lambda": self.constraint.loss_weight}
 
-    def evaluate(self) -> dict[str, Any]:
+    def evaluate(self) -> MetricsLine:
         """Measure on the next held-out slice, correct the constraint, keep the state if it is the best so far."""
         if not self.steering:
             return {}
@@ -127,7 +128,7 @@ class Stage(Trainee):
             result = measure(self.model, self.batches, start, count, micro_batch=self.micro, base=self.teacher)
         by_text = steering_loss(self, result.losses, self.reference, start)
         loss, margin = by_text if result.kl is None else steering_loss(self, result.kl, None, start)
-        line: dict[str, Any] = {"heldout_loss": loss, "heldout_density": result.density}
+        line: MetricsLine = {"heldout_loss": loss, "heldout_density": result.density}
         if result.kl is not None:
             line["heldout_cross_entropy"] = by_text[0]
         if result.edges is not None and result.pairs is not None:
@@ -147,7 +148,7 @@ class Stage(Trainee):
             self.kept = {name: p.detach().to("cpu", copy=True) for name, p in parts.items()}
         return line
 
-    def describe(self, line: dict[str, Any]) -> str:
+    def describe(self, line: MetricsLine) -> str:
         text = f"{'loss' if self.teacher is None else 'KL'} {line['loss']:.4f}"
         if isinstance(self.constraint, Constraint):
             text += f" (target {self.constraint.target:.4f}) density {line['density']:.2%} λ {line['lambda']:.2g}"
@@ -185,7 +186,7 @@ def train(stage: Stage, resume: bool = False) -> Best:
 
 
 @contextmanager
-def tracker(stage: Stage) -> Iterator[Callable[[dict[str, Any]], None] | None]:
+def tracker(stage: Stage) -> Iterator[Callable[[MetricsLine], None] | None]:
     """What also sends a line of the metrics to the tracker that the settings name."""
     if stage.settings.tracker == "none":
         yield None

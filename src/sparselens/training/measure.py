@@ -1,5 +1,6 @@
 """What a model does on held-out sequences: loss, KL to the base, density; as rows for tables and JSON."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from ..data.batches import Batches
 from ..models.loading import is_gated
 from ..models.memory import out_of_memory
 from ..runs import distributed
+from ..runs.rows import EvaluationRow
 
 
 @dataclass
@@ -37,24 +39,24 @@ class Measurement:
             return None
         return (self.edges.sum() / (self.pairs.sum() * self.edges.shape[1])).item()
 
-    def row(self, name: str, kind: str) -> dict[str, Any]:
+    def row(self, name: str, kind: str) -> EvaluationRow:
         """One object of `sparselens evaluate --json`. A dense model has density 1."""
-        row: dict[str, Any] = {"name": name, "kind": kind, "loss": self.loss, "sequences": len(self.losses)}
-        row["loss_standard_error"] = _standard_error(self.losses)
-        row["kl_to_base"] = None if self.kl is None else self.kl.mean().item()
-        row["top1_agreement"] = None if self.agreement is None else self.agreement.mean().item()
-        row["agreement_standard_error"] = _standard_error(self.agreement)
-        row["exact"] = self.correct.float().mean().item()
-        if self.edges is None or self.pairs is None:
-            return row | {"density": 1.0, "density_per_layer": None, "density_per_head": None, "edges_per_query": None}
-        per_head = self.edges / self.pairs[:, None]
-        return row | {
-            "density": self.density,
-            "density_per_layer": per_head.mean(1).tolist(),
-            "density_per_head": per_head.tolist(),
-            # keys one head reads from one position, on average
-            "edges_per_query": (self.edges.sum() / (self.queries * self.edges.numel())).item(),
-        }
+        row: EvaluationRow = {
+            "name": name, "kind": kind, "loss": self.loss, "sequences": len(self.losses),
+            "loss_standard_error": _standard_error(self.losses),
+            "kl_to_base": None if self.kl is None else self.kl.mean().item(),
+            "top1_agreement": None if self.agreement is None else self.agreement.mean().item(),
+            "agreement_standard_error": _standard_error(self.agreement),
+            "exact": self.correct.float().mean().item(),
+            "density": 1.0, "density_per_layer": None, "density_per_head": None, "edges_per_query": None,
+        }  # fmt: skip
+        if self.edges is not None and self.pairs is not None and self.density is not None:
+            per_head = self.edges / self.pairs[:, None]
+            row["density"] = self.density
+            row["density_per_layer"] = per_head.mean(1).tolist()
+            row["density_per_head"] = per_head.tolist()
+            row["edges_per_query"] = (self.edges.sum() / (self.queries * self.edges.numel())).item()
+        return row
 
 
 def _standard_error(values: Tensor | None) -> float | None:
@@ -72,12 +74,12 @@ def token_kl(base: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
     return kl.sum(-1) * (labels != -100)
 
 
-def _each(function, *tensors: Tensor) -> Tensor:
+def _each(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Sequence by sequence: in fp32, several copies of all logits at once would need more memory than training."""
     return torch.cat([function(*parts) for parts in zip(*(t.split(1) for t in tensors), strict=True)])
 
 
-def forward(model: nn.Module, batch: dict[str, Tensor], **options) -> Any:
+def forward(model: nn.Module, batch: dict[str, Tensor], **options: Any) -> Any:
     """Run the model on a batch: no cache (it would hide packing from transformers), edge counts where it has gates."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     if is_gated(getattr(model, "module", model)):  # seen through DDP
@@ -87,7 +89,7 @@ def forward(model: nn.Module, batch: dict[str, Tensor], **options) -> Any:
 
 def in_bf16(precision: str, device: str | None = None) -> bool:
     """Whether matrix products are in bf16: where the settings say so, or leave it open and there is a GPU."""
-    return precision == "bf16" or (precision == "auto" and (device or distributed.device()) == "cuda")
+    return {"fp32": False, "bf16": True, "auto": (device or distributed.device()) == "cuda"}[precision]
 
 
 def measure(
@@ -98,7 +100,7 @@ def measure(
     *,
     micro_batch: int = 8,
     base: nn.Module | None = None,
-    autocast: AbstractContextManager | None = None,
+    autocast: AbstractContextManager[Any] | None = None,
 ) -> Measurement:
     """Deterministic evaluation on held-out sequences start ... start + count - 1, shared by all processes.
 
@@ -119,7 +121,15 @@ def measure(
 
 
 @torch.no_grad()
-def _measure(model, batches, start, count, micro_batch, base, autocast) -> Measurement:
+def _measure(
+    model: nn.Module,
+    batches: Batches,
+    start: int,
+    count: int,
+    micro_batch: int,
+    base: nn.Module | None,
+    autocast: AbstractContextManager[Any] | None,
+) -> Measurement:
     device = next(model.parameters()).device
     gated = is_gated(model)
     losses, divergences, agreement, correct = (torch.zeros(count, device=device) for _ in range(4))

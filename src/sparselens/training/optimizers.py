@@ -4,6 +4,8 @@ Muon makes each matrix's momentum orthogonal before it steps, so that directions
 others. From random weights that learns several times as much per token (docs/LOG.md has the figures).
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -33,7 +35,7 @@ def make_optimizer(parameters: dict[str, nn.Parameter], settings: Training) -> "
     return Together(adamw, torch.optim.Muon([group], adjust_lr_fn="match_rms_adamw"))
 
 
-def _group(parameters: list[nn.Parameter], lr: float, weight_decay: float) -> dict:
+def _group(parameters: list[nn.Parameter], lr: float, weight_decay: float) -> dict[str, Any]:
     return {"params": parameters, "lr": lr, "base_lr": lr, "weight_decay": weight_decay}
 
 

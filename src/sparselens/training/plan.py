@@ -9,12 +9,12 @@ Disk     = checkpoints, the best state, models, tokenised text.
 """
 
 import dataclasses
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from ..config import Sparsify, Text
@@ -328,7 +328,7 @@ def _available(gpus: int, gpu_memory: float | None) -> float:
     if gpu_memory is not None:
         return gpu_memory * GIB
     if not gpus:
-        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        return float(psutil.virtual_memory().total)
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80.0 * GIB
 
 

@@ -8,9 +8,9 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from ..data.batches import Batches, TextBatches
 from ..models.architectures import base_model, blocks, dimensions
 from ..models.loading import Source, is_gated, load, resolve, save
 from ..runs import distributed
+from ..runs.rows import Cost, EvaluationRow, Summary, SummaryRow
 from ..runs.run import Metrics, Run, refuse_full_disk
 from .controllers import Budget, Constraint
 from .copies import count_parameters, dense_copy, gated_copy, left_as_it_was, start_within_reach
@@ -145,8 +146,14 @@ def sparsify_into(
     rows.append(result(sparse).row(str(run.path / "model"), "sparse"))
     if distributed.is_main():
         run.write("evaluation.json", rows)
-        summary = _summary(rows, best, target, report_count) | {"target_of": _target_of(settings)}
-        run.write("summary.json", summary | _cost(run, training.steps * training.batch * batches.length))
+        summary: Summary = {
+            "target": target, "target_of": _target_of(settings), "met": best.met, "best_step": best.step,
+            "report_sequences": report_count, "base": _summary_row(rows[0]), "sparse": _summary_row(rows[-1]),
+        }  # fmt: skip
+        if settings.control:
+            summary["control"] = _summary_row(rows[1])
+        cost = _cost(run, training.steps * training.batch * batches.length)
+        run.write("summary.json", {**summary, **cost})
     _tell(best, target, settings, rows, say)
     say(f"sparse model: {run.path / 'model'}   table: {run.path / 'evaluation.json'}")
     return plain
@@ -179,7 +186,9 @@ def report_slice(batches: Batches) -> tuple[int, int]:
     return (steering, batches.n_heldout - steering) if batches.n_heldout > steering else (0, batches.n_heldout)
 
 
-def _control(run: Run, base: nn.Module, tokenizer, common: dict[str, Any], resume: bool) -> nn.Module:
+def _control(
+    run: Run, base: nn.Module, tokenizer: PreTrainedTokenizerBase | None, common: dict[str, Any], resume: bool
+) -> nn.Module:
     """The same training without gates. A finished one is not trained again."""
     folder = run.path / "control"
     if (folder / "model").is_dir():
@@ -199,7 +208,7 @@ def _target(settings: Sparsify, base_loss: float, control_loss: float | None) ->
     return (base_loss if settings.target == "base" else control_loss) + settings.tolerance  # type: ignore[operator]
 
 
-def _target_of(settings: Sparsify) -> str:
+def _target_of(settings: Sparsify) -> Literal["KL to base", "held-out loss"]:
     """What the target speaks of: a budget is judged by what text costs, whatever it is trained on."""
     return "KL to base" if settings.loss == "kl" and settings.density is None else "held-out loss"
 
@@ -211,7 +220,7 @@ def _constraint(settings: Sparsify, target: float) -> Budget | Constraint:
     return Constraint(target, settings.tolerance, settings.slack, settings.slack_until)
 
 
-def _cost(run: Run, tokens: int) -> dict[str, Any]:
+def _cost(run: Run, tokens: int) -> Cost:
     """Tokens the sparse model was trained on, minutes of that, tokens per second; peak GPU memory of this process."""
     rates = sorted(line["tokens_per_second"] for line in Metrics.read(run.path)) or [0]
     peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
@@ -219,19 +228,12 @@ def _cost(run: Run, tokens: int) -> dict[str, Any]:
     return {"tokens": tokens, "minutes": minutes, "tokens_per_second": rates[len(rates) // 2], "peak_gib": peak}
 
 
-def _summary(rows: list[dict], best: Best, target: float, report_count: int) -> dict[str, Any]:
-    summary: dict[str, Any] = {
-        "target": target,
-        "met": best.met,
-        "best_step": best.step,
-        "report_sequences": report_count,
-    }
-    for row in rows:
-        summary[row["kind"]] = {key: row[key] for key in ("loss", "kl_to_base", "density", "edges_per_query")}
-    return summary
+def _summary_row(row: EvaluationRow) -> SummaryRow:
+    kl, per_query = row["kl_to_base"], row["edges_per_query"]
+    return {"loss": row["loss"], "kl_to_base": kl, "density": row["density"], "edges_per_query": per_query}
 
 
-def _tell(best: Best, target: float, settings: Sparsify, rows: list[dict], say: Callable[[str], None]) -> None:
+def _tell(best: Best, target: float, settings: Sparsify, rows: list[EvaluationRow], say: Callable[[str], None]) -> None:
     if not best.met:
         budget = settings.density
         over = budget is not None and best.density > budget
@@ -246,7 +248,7 @@ def _tell(best: Best, target: float, settings: Sparsify, rows: list[dict], say: 
     say(loss_table(rows))
 
 
-def loss_table(rows: list[dict]) -> str:
+def loss_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Base, control and sparse side by side, as text."""
     lines = [f"{'':10}{'loss':>9}{'KL to base':>12}{'density':>10}{'edges/query':>13}"]
     for row in rows:

@@ -1,6 +1,6 @@
 """Which features are active: JumpReLU, TopK, BatchTopK."""
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -46,14 +46,14 @@ def batch_topk_threshold(pre: Tensor, k: int) -> float:
 
 class _JumpReLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, pre, threshold, bandwidth):
+    def forward(ctx: Any, pre: Tensor, threshold: Tensor, bandwidth: float) -> Tensor:
         on = active(pre, threshold)
         ctx.save_for_backward(pre, threshold, on)
         ctx.bandwidth = bandwidth
         return pre * on
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         pre, threshold, on = ctx.saved_tensors
         near = (pre - threshold).abs() < ctx.bandwidth / 2
         return gradient * on, -(threshold / ctx.bandwidth) * near * gradient, None
@@ -66,4 +66,5 @@ def jumprelu(pre: Tensor, threshold: Tensor, bandwidth: float) -> Tensor:
     -threshold * density(pre = threshold). The density is estimated by a rectangle: 1/bandwidth for a pre-activation
     within bandwidth/2 of the threshold. pre and threshold have the same shape.
     """
-    return _JumpReLU.apply(pre, threshold, bandwidth)
+    found: Tensor = _JumpReLU.apply(pre, threshold, bandwidth)  # type: ignore[no-untyped-call]
+    return found

@@ -18,6 +18,7 @@ with the roles of tokens and features exchanged. It needs no atomics, so it give
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,12 +63,14 @@ def read(x: Tensor, weight: Tensor, bias: Tensor, pre: Tensor, at: Entries) -> T
 
     pre is computed without gradient; weight [n_features, d_model] and bias get theirs from the entries alone.
     """
-    return _Read.apply(x, weight, bias, pre, at)
+    found: Tensor = _Read.apply(x, weight, bias, pre, at)  # type: ignore[no-untyped-call]
+    return found
 
 
 def spread(numbers: Tensor, at: Entries) -> Tensor:
     """[n]: every entry's own number of its feature, from [n_features]."""
-    return _Spread.apply(numbers, at)
+    found: Tensor = _Spread.apply(numbers, at)  # type: ignore[no-untyped-call]
+    return found
 
 
 def write(values: Tensor, at: Entries, weight: Tensor) -> Tensor:
@@ -75,7 +78,8 @@ def write(values: Tensor, at: Entries, weight: Tensor) -> Tensor:
 
     weight: [n_features, targets, d_model]. Computes in the dtype of `values`; weight's gradient has weight's dtype.
     """
-    return _Write.apply(values, weight.flatten(1), at).unflatten(1, weight.shape[1:])
+    found: Tensor = _Write.apply(values, weight.flatten(1), at)  # type: ignore[no-untyped-call]
+    return found.view(len(found), *weight.shape[1:])
 
 
 def decode(values: Tensor, at: Entries, weight: Tensor) -> Tensor:
@@ -86,7 +90,7 @@ def decode(values: Tensor, at: Entries, weight: Tensor) -> Tensor:
 def write_densely(values: Tensor, at: Entries, weight: Tensor) -> Tensor:
     """What `write` gives, as one product with the full matrix of activations."""
     full = values.new_zeros(len(at.offsets) - 1, at.n_features).index_put((at.tokens, at.features), values)
-    return (full @ weight.flatten(1).to(values.dtype)).unflatten(1, weight.shape[1:])
+    return (full @ weight.flatten(1).to(values.dtype)).view(len(full), *weight.shape[1:])
 
 
 def dense_is_faster(values: Tensor, at: Entries) -> bool:
@@ -97,13 +101,13 @@ def dense_is_faster(values: Tensor, at: Entries) -> bool:
 
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, pre, at):
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, pre: Tensor, at: Entries) -> Tensor:
         ctx.save_for_backward(x)
         ctx.at = at
         return pre[at.tokens, at.features].to(weight.dtype)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         gradient = gradient.to(x.dtype)
         return None, ctx.at.sum_by_feature(gradient, x), ctx.at.count_by_feature(gradient), None, None
@@ -111,24 +115,24 @@ class _Read(torch.autograd.Function):
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, numbers, at):
+    def forward(ctx: Any, numbers: Tensor, at: Entries) -> Tensor:
         ctx.at = at
         return numbers[at.features]
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.at.count_by_feature(gradient), None
 
 
 class _Write(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, values, weight, at):
+    def forward(ctx: Any, values: Tensor, weight: Tensor, at: Entries) -> Tensor:
         ctx.save_for_backward(values, weight)
         ctx.at = at
         return _bags(weight.to(values.dtype), at.features, at.offsets, values)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         values, weight = ctx.saved_tensors
         at, gradient = ctx.at, gradient.contiguous()
         dots = _dots(gradient.to(weight.dtype), weight, at).to(values.dtype)
@@ -141,14 +145,10 @@ def _dots(rows: Tensor, weight: Tensor, at: Entries) -> Tensor:
     It is what PyTorch computes as the gradient of an embedding bag's weights. Called directly, it saves a forward pass.
     On a GPU it knows no bfloat16, so it gets the fp32 master weights.
     """
-    return torch.ops.aten._embedding_bag_per_sample_weights_backward(
-        rows,
-        weight,
-        at.features,
-        at.offsets,
-        at.tokens,
-        0,  # 0: the bag is a sum
-    )
+    found: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+        rows, weight, at.features, at.offsets, at.tokens, 0
+    )  # 0: the bag is a sum
+    return found
 
 
 def _bags(rows: Tensor, indices: Tensor, offsets: Tensor, numbers: Tensor | None) -> Tensor:

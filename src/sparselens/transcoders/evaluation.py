@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..data.batches import Batches
 from ..models.hooks import patch
 from ..runs import distributed
+from ..runs.rows import FitRow, ReplacementRow
 from ..training.measure import measure
 from .mlp_hooks import observe, replaced
 from .transcoder import Transcoder
@@ -53,7 +54,7 @@ class Fit:
     l0: list[float]  # active features per token
     used: float  # share of features that were active at least once
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> FitRow:
         return {
             "fvu": sum(self.fvu) / len(self.fvu),
             "fvu_per_layer": self.fvu,
@@ -78,7 +79,7 @@ def measure_fit(
     count: int,
     *,
     micro_batch: int = 8,
-    autocast: AbstractContextManager | None = None,
+    autocast: AbstractContextManager[Any] | None = None,
 ) -> Fit:
     """FVU and active features on the first `count` held-out sequences, reading the model's own activations."""
     device = next(model.parameters()).device
@@ -124,8 +125,8 @@ def measure_replacement(
     count: int,
     *,
     micro_batch: int = 8,
-    autocast: AbstractContextManager | None = None,
-) -> dict[str, float]:
+    autocast: AbstractContextManager[Any] | None = None,
+) -> ReplacementRow:
     """The model's loss as it is, with its MLPs replaced and with its MLPs silent; exact: faultless sequences."""
     options: dict[str, Any] = {"micro_batch": micro_batch, "autocast": autocast}
     own = measure(model, batches, 0, count, **options)

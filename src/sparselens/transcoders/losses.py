@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..config import Transcode
 from ..runs import distributed
 from .activations import batch_topk_mask, jumprelu, topk_mask
-from .decoding import decode, entries, read, spread
+from .decoding import Entries, decode, entries, read, spread
 from .transcoder import Transcoder
 
 START_ERROR = 1e-6  # added under the square root of decoder norms: a decoder of zeros has a gradient, too
@@ -143,7 +143,8 @@ class Learner(nn.Module):
         weight, bias = self.transcoder.W_enc[layer], self.transcoder.b_enc[layer]
         if compute is None:
             return F.linear(x, weight, bias)
-        return F.linear(x.to(compute), weight.to(compute)).to(bias.dtype) + bias
+        pre: Tensor = F.linear(x.to(compute), weight.to(compute)).to(bias.dtype) + bias
+        return pre
 
     @torch.no_grad()
     def _mask(self, layer: int, pre: Tensor, threshold: Tensor | None) -> Tensor:
@@ -153,7 +154,9 @@ class Learner(nn.Module):
         assert self.transcoder.k is not None
         return (topk_mask if self.settings.activation == "topk" else batch_topk_mask)(pre, self.transcoder.k)
 
-    def _dead_penalty(self, layer: int, x: Tensor, error: Tensor, pre: Tensor, threshold: Tensor | None, at) -> Tensor:
+    def _dead_penalty(
+        self, layer: int, x: Tensor, error: Tensor, pre: Tensor, threshold: Tensor | None, at: Entries
+    ) -> Tensor:
         features = self.dead[layer].nonzero()[:, 0]
         if len(features) == 0 or self.settings.dead_penalty == 0:
             return x.new_zeros(())

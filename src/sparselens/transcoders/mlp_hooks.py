@@ -40,8 +40,8 @@ def _reading(model: nn.Module, hook: str, keep: Callable[[int, Tensor], None]) -
         norms = [parts(model, layer).mlp_norm for layer in range(len(modules))]
         modules = [mlp if norm is None else norm for mlp, norm in zip(modules, norms, strict=True)]
 
-    def reader(layer: int) -> Callable:
-        def read(module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
+    def reader(layer: int) -> Callable[..., Any]:
+        def read(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             keep(layer, arguments[0] if arguments else next(iter(keywords.values())))
 
         return read
@@ -61,8 +61,8 @@ def observe(model: nn.Module, batch: dict[str, Tensor], hook: str) -> tuple[list
     inputs: dict[int, Tensor] = {}
     outputs: dict[int, Tensor] = {}
 
-    def writer(layer: int) -> Callable:
-        def wrote(module: nn.Module, arguments: tuple, output: Tensor) -> None:
+    def writer(layer: int) -> Callable[..., Any]:
+        def wrote(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
             outputs[layer] = output
             if layer + 1 == n_layers and not distributed.is_sharded(model):  # which would stay open if cut off
                 raise _Enough
@@ -101,7 +101,7 @@ def replaced(model: nn.Module, transcoder: Transcoder) -> Iterator[None]:
         for j, one in enumerate(written.unbind(-2)):
             promised[layer + j] = promised[layer + j] + one if layer + j in promised else one
 
-    def answer(layer: int) -> Callable:
+    def answer(layer: int) -> Callable[..., Any]:
         return lambda module, arguments, output: (promised.pop(layer) + transcoder.b_dec[layer]).to(output.dtype)
 
     handles = [m.register_forward_hook(answer(i)) for i, m in enumerate(mlp_modules(model))]

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from ..data.batches import Batches
 from ..models.architectures import base_model, blocks, dimensions
 from ..models.loading import Source, resolve
 from ..runs import distributed
+from ..runs.rows import Measured, MetricsLine, TranscoderRow
 from ..runs.run import Run, refuse_full_disk
 from ..training import engine
 from ..training.copies import left_as_it_was
@@ -159,7 +160,7 @@ class TranscoderStage(Trainee):
         self.progress.tokens += tokens
         return distributed.mean(loss).item(), tokens
 
-    def stepped(self, loss: float, tokens: int, seconds: float) -> dict[str, Any]:
+    def stepped(self, loss: float, tokens: int, seconds: float) -> MetricsLine:
         self.progress.seconds += seconds
         self.learner.note_fired(self.fired, tokens)
         errors, l0 = (distributed.mean(one).tolist() for one in (self.errors, self.l0))
@@ -172,20 +173,21 @@ class TranscoderStage(Trainee):
     def dead_share(self) -> float:
         return self.learner.dead.float().mean().item()
 
-    def evaluate(self) -> dict[str, Any]:
+    def evaluate(self) -> MetricsLine:
         if self.progress.step == self.settings.steps:  # the saved transcoder will be measured
             return {}
-        return {f"heldout_{key}": value for key, value in self.measured(self.learner.folded()).items()}
+        found = self.measured(self.learner.folded())
+        return cast(MetricsLine, {f"heldout_{key}": value for key, value in found.items()})
 
-    def measured(self, transcoder: Transcoder) -> dict[str, Any]:
+    def measured(self, transcoder: Transcoder) -> Measured:
         """FVU, L0 and replacement loss on held-out sequences."""
         count = min(self.settings.evaluate_sequences, self.batches.n_heldout)
         # The model runs in the training's precision, the transcoder in fp32: that is how it is saved and will be used.
         options: dict[str, Any] = {"micro_batch": min(self.settings.batch, count), "autocast": self.autocast()}
         fit = measure_fit(self.model, transcoder, self.batches, count, **options)
-        return fit.row() | measure_replacement(self.model, transcoder, self.batches, count, **options)
+        return {**fit.row(), **measure_replacement(self.model, transcoder, self.batches, count, **options)}
 
-    def describe(self, line: dict[str, Any]) -> str:
+    def describe(self, line: MetricsLine) -> str:
         text = f"FVU {line['fvu']:.4f} L0 {line['l0']:.1f} dead {line['dead_share']:.1%}"
         return text + f" {line['tokens_per_second']:,} tok/s"
 
@@ -194,7 +196,14 @@ class TranscoderStage(Trainee):
 
 
 def _transcode_into(
-    run: Run, model: nn.Module, batches: Batches, settings: Transcode, name: str, resume: bool, show: bool, say
+    run: Run,
+    model: nn.Module,
+    batches: Batches,
+    settings: Transcode,
+    name: str,
+    resume: bool,
+    show: bool,
+    say: Callable[[str], None],
 ) -> Transcoder:
     device = distributed.device()
     distributed.place(model.requires_grad_(False) if distributed.sharded() else model, device, blocks(model)).eval()
@@ -220,7 +229,8 @@ def finish(stage: TranscoderStage, run: Run) -> Transcoder:
         count = max(1, min(settings.batch * settings.normalise_over, CALIBRATION // stage.batches.length))
         transcoder = transcoder.as_jumprelu([x.float() for x in stage.activations(0, count)[0]])
     distributed.on_main(lambda: transcoder.save(run.path / FOLDER))
-    results = stage.measured(transcoder) | {
+    results: TranscoderRow = {
+        **stage.measured(transcoder),
         "dead_share": stage.dead_share,
         "heldout_sequences": min(settings.evaluate_sequences, stage.batches.n_heldout),
         "parameters": n_parameters(transcoder.n_layers, transcoder.d_model, settings),
@@ -234,7 +244,7 @@ def finish(stage: TranscoderStage, run: Run) -> Transcoder:
     return transcoder
 
 
-def fit_table(results: dict[str, Any]) -> str:
+def fit_table(results: TranscoderRow) -> str:
     """FVU and L0 by layer, and what the replacement costs, as text."""
     lines = [f"{'layer':>5}{'FVU':>9}{'L0':>8}"]
     for layer, (fvu, l0) in enumerate(zip(results["fvu_per_layer"], results["l0_per_layer"], strict=True)):

@@ -100,7 +100,8 @@ class Transcoder(nn.Module):
         """[..., targets, d_model]: what a layer's activations [..., n_features] write. The sparse path of `decode`."""
         flat = activations.flatten(0, -2)
         at = entries(flat != 0)
-        return write(flat[at.tokens, at.features], at, self.W_dec[layer]).unflatten(0, activations.shape[:-1])
+        written = write(flat[at.tokens, at.features], at, self.W_dec[layer])
+        return written.view(*activations.shape[:-1], *written.shape[1:])
 
     def reconstruct(self, inputs: list[Tensor]) -> list[Tensor]:
         """Reconstructed MLP outputs of every layer from what the MLPs receive, each [..., d_model]."""

@@ -1,0 +1,113 @@
+"""What the JSON files of a Run hold, for those who write them and those who read them. No torch."""
+
+from typing import Literal, NotRequired, TypedDict
+
+
+class EvaluationRow(TypedDict):
+    """evaluation.json, `evaluate --json`: one model on held-out sequences. A dense model has density 1."""
+
+    name: str
+    kind: str  # base, control, sparse
+    loss: float
+    sequences: int
+    loss_standard_error: float | None
+    kl_to_base: float | None
+    top1_agreement: float | None
+    agreement_standard_error: float | None
+    exact: float  # share of sequences without a fault
+    density: float
+    density_per_layer: list[float] | None
+    density_per_head: list[list[float]] | None
+    edges_per_query: float | None  # keys one head reads from one position, on average
+
+
+class SummaryRow(TypedDict):
+    """Of an `EvaluationRow`, what the summary repeats."""
+
+    loss: float
+    kl_to_base: float | None
+    density: float
+    edges_per_query: float | None
+
+
+class Cost(TypedDict):
+    tokens: int
+    minutes: float
+    tokens_per_second: float
+    peak_gib: float | None  # of GPU memory
+
+
+class Summary(TypedDict):
+    """summary.json of `sparsify`, beside its `Cost`."""
+
+    target: float
+    target_of: Literal["KL to base", "held-out loss"]
+    met: bool
+    best_step: int
+    report_sequences: int
+    base: SummaryRow
+    control: NotRequired[SummaryRow]
+    sparse: SummaryRow
+
+
+class FitRow(TypedDict):
+    """How well a transcoder reconstructs."""
+
+    fvu: float
+    fvu_per_layer: list[float]
+    fvu_per_layer_after_first: list[float]
+    l0: float
+    l0_per_layer: list[float]
+    used_share: float
+
+
+class ReplacementRow(TypedDict):
+    """The model's loss with its MLPs replaced, as it is, and with its MLPs silent."""
+
+    replacement_loss: float
+    model_loss: float
+    zero_loss: float
+    loss_recovered: float
+    replacement_exact: float
+    model_exact: float
+
+
+class Measured(FitRow, ReplacementRow):
+    """A transcoder on held-out sequences."""
+
+
+class TranscoderRow(Measured):
+    """results.json of `transcode`."""
+
+    dead_share: float
+    heldout_sequences: int
+    parameters: int
+    tokens: int
+    minutes: float
+    tokens_per_second: float
+
+
+# A line of metrics.jsonl: step, loss, grad_norm and tokens_per_second in all of them. An evaluated transcoder adds all
+# of `Measured` with heldout_ in front.
+MetricsLine = TypedDict(
+    "MetricsLine",
+    {
+        "step": int,
+        "loss": float,
+        "grad_norm": float,
+        "tokens_per_second": int,
+        "density": float,
+        "lambda": float,
+        "heldout_loss": float,
+        "heldout_cross_entropy": float,
+        "heldout_density": float | None,
+        "heldout_density_per_layer": list[float],
+        "fvu": float,
+        "fvu_per_layer": list[float],
+        "l0": float,
+        "l0_per_layer": list[float],
+        "dead_share": float,
+        "sparsity": float,
+    },
+    total=False,
+)
