@@ -17,7 +17,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -221,10 +221,7 @@ class Frozen:
         p, block, decoder = self.decoder.parts[layer], self.blocks[layer], self.decoder
         q, k = block.q[heads], block.k[heads]
         if decoder.gates is not None:
-            options: dict[str, Any] = dict(
-                scale=p.scale, window=p.window, softcap=p.softcap, normalise=decoder.normalise
-            )
-            found = gated_pattern(q[None], k[None], decoder.gates[layer][heads].to(q), **options)[0]
+            found = gated_pattern(q[None], k[None], decoder.gates[layer][heads].to(q), **decoder.looks(layer))[0]
             weights, margin = found.weights[0], found.margin[0]
         else:
             logits = q @ k.transpose(-1, -2) * p.scale

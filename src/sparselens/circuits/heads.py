@@ -5,7 +5,7 @@ embeddings and MLPs are always kept. m(nothing) is then the clean prompt with ev
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,20 @@ from ..models.architectures import base_model, dimensions, parts
 from ..models.hooks import capture, patch
 from ..runs import distributed
 from ..tasks.prompts import Prompts, of_common_length
+
+
+class OpenEdges(TypedDict):
+    """Which (layer, head, query, key) gates leave open, as `discover --json` says it."""
+
+    n_prompts: int
+    length: int  # tokens
+    example: str
+    n_possible: int
+    n_open: int  # on one prompt at least
+    n_proven_absent: int
+    open_per_prompt: float
+    columns: list[str]
+    open: list[list[float]]  # largest mean weight first
 
 
 class HeadPatcher:
@@ -56,7 +70,7 @@ def _keep(mask: Tensor, corrupted: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 @torch.no_grad()
-def open_edges(model: nn.Module, prompts: Prompts, at_once: int = 16, most: int = 2000) -> dict[str, Any]:
+def open_edges(model: nn.Module, prompts: Prompts, at_once: int = 16, most: int = 2000) -> OpenEdges:
     """Which (layer, head, query, key) a sparse model's gates leave open on these prompts, for the most common length.
 
     Every other pair is closed on all of them: nothing flows there, whatever the weights. Positions count from 0.

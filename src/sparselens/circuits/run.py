@@ -8,7 +8,7 @@ of the model that no circuit reaches are not run at all, so small circuits are c
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -69,14 +69,13 @@ def _mean(run: NodeValues, other: NodeValues, real: Tensor) -> NodeValues:
 
 
 def _merge(function: Callable[..., Tensor], *runs: NodeValues) -> NodeValues:
-    merged: dict[str, Any] = {}
-    for name in NodeValues.__dataclass_fields__:
-        values = [getattr(run, name) for run in runs]
-        if isinstance(values[0], list):
-            merged[name] = [function(*layer) for layer in zip(*values, strict=True)]
-        else:
-            merged[name] = function(*values)
-    return NodeValues(**merged)
+    """Node by node, the same function of what the runs have there."""
+    attention_in, mlp_in, z, mlp_out = (
+        [function(*layer) for layer in zip(*(getattr(run, name) for run in runs), strict=True)]
+        for name in ("attention_in", "mlp_in", "z", "mlp_out")
+    )
+    embedding, final = (function(*(getattr(run, name) for run in runs)) for name in ("embedding", "final"))
+    return NodeValues(embedding, attention_in, mlp_in, z, mlp_out, final)
 
 
 class Patcher:

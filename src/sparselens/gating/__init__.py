@@ -7,9 +7,9 @@ import warnings
 import torch
 from torch import Tensor
 
-from .reference import GatedPattern, allowed_pairs, gated_attention_reference, gated_pattern
+from .reference import GatedPattern, PatternOptions, allowed_pairs, gated_attention_reference, gated_pattern
 
-__all__ = ["GatedPattern", "allowed_pairs", "gated_attention", "gated_pattern"]
+__all__ = ["GatedPattern", "PatternOptions", "allowed_pairs", "gated_attention", "gated_pattern"]
 
 BACKENDS = ("auto", "reference", "triton")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of the fused kernel

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .reference import gated_attention_reference
+from .reference import PatternOptions, gated_attention_reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 _ARGUMENTS = (
@@ -38,56 +38,52 @@ Backward = tuple[Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, dbias
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
     """Launch on this device; entering a device that is current already is not free."""
-    return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+    current = INTERPRETED or device.index == torch.cuda.current_device()
+    return nullcontext() if current else torch.cuda.device(device)
 
 
-def _forward_cuda(q: Tensor, *arguments: Any) -> Forward:
+def _forward_fused(q: Tensor, *arguments: Any) -> Forward:
     from .triton import forward
 
     with _on(q.device):
         return forward(q, *arguments)
 
 
-def _backward_cuda(dout: Tensor, *arguments: Any) -> Backward:
+def _backward_fused(dout: Tensor, *arguments: Any) -> Backward:
     from .triton_backward import backward
 
     with _on(dout.device):
         return backward(dout, *arguments)
 
 
-torch.library.impl("sparselens::gated_attention", "CUDA", _forward_cuda)
-torch.library.impl("sparselens::gated_attention_backward", "CUDA", _backward_cuda)
-
-
-def _options(documents: Tensor | None, *options: Any) -> dict[str, Any]:
+def _options(
+    documents: Tensor | None, scale: float, causal: bool, window: int, sample: bool, seed: int
+) -> PatternOptions:
     """The operator's arguments by the reference's names; its window is 0 for none."""
-    scale, causal, window, sample, seed = options
-    return dict(scale=scale, causal=causal, window=window or None, mask=documents, sample=sample, seed=seed)
+    return {
+        "scale": scale, "causal": causal, "window": window or None, "mask": documents, "sample": sample, "seed": seed
+    }  # fmt: skip
 
 
-@torch.library.impl("sparselens::gated_attention", "CPU")
-def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, documents: Tensor | None, *options: Any) -> Forward:
-    if INTERPRETED:
-        from .triton import forward
-
-        return forward(q, k, v, bias, documents, *options)
-    out, edges = gated_attention_reference(q, k, v, bias, **_options(documents, *options))
+def _forward_plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *options: Any) -> Forward:
+    out, edges = gated_attention_reference(q, k, v, bias, **_options(*options))
     # The reference's backward pass starts over from the inputs and needs no row sums.
     return out.contiguous(), edges.float(), q.new_zeros(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.impl("sparselens::gated_attention_backward", "CPU")
-def _backward_cpu(dout: Tensor, dedges: Tensor, *arguments: Any) -> Backward:
-    if INTERPRETED:
-        from .triton_backward import backward
-
-        return backward(dout, dedges, *arguments)
+def _backward_plain(dout: Tensor, dedges: Tensor, *arguments: Any) -> Backward:
     *inputs, documents, _out, _lse = arguments[:7]
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in inputs]
         out, edges = gated_attention_reference(*inputs, **_options(documents, *arguments[7:]))
         dq, dk, dv, dbias = torch.autograd.grad((out, edges), inputs, (dout, dedges.to(edges.dtype)))
         return dq, dk, dv, dbias
+
+
+torch.library.impl("sparselens::gated_attention", "CUDA", _forward_fused)
+torch.library.impl("sparselens::gated_attention_backward", "CUDA", _backward_fused)
+torch.library.impl("sparselens::gated_attention", "CPU", _forward_fused if INTERPRETED else _forward_plain)
+torch.library.impl("sparselens::gated_attention_backward", "CPU", _backward_fused if INTERPRETED else _backward_plain)
 
 
 @torch.library.register_fake("sparselens::gated_attention")  # type: ignore[untyped-decorator]
@@ -130,7 +126,7 @@ class _Eager(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, documents: Tensor | None, *options: Any
     ) -> tuple[Tensor, Tensor]:
-        out, edges, lse = _forward_cuda(q, k, v, bias, documents, *options)
+        out, edges, lse = _forward_fused(q, k, v, bias, documents, *options)
         ctx.save_for_backward(q, k, v, bias, documents, out, lse)
         ctx.options = options
         return out, edges
@@ -138,7 +134,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor, dedges: Tensor) -> tuple[Tensor | None, ...]:
-        return *_backward_cuda(dout, dedges, *ctx.saved_tensors, *ctx.options), None, None, None, None, None, None
+        return *_backward_fused(dout, dedges, *ctx.saved_tensors, *ctx.options), None, None, None, None, None, None
 
 
 def fused_gated_attention(

@@ -31,13 +31,26 @@ be this short: it draws one number for every pair, twice per training step (docs
 these lines; a test compares them bit by bit.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 GOLDEN, COLUMN = 0x9E3779B9, 0x68E31DA4
 MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B
+
+
+class PatternOptions(TypedDict, total=False):
+    """How attention looks, beside queries, keys and bias: arguments of `gated_attention`, which explains them."""
+
+    scale: float | None
+    causal: bool
+    window: int | None
+    softcap: float | None
+    mask: Tensor | None
+    sample: bool
+    seed: int
+    normalise: str
 
 
 class GatedPattern(NamedTuple):
@@ -145,7 +158,7 @@ def gated_pattern(
 
 
 def gated_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float, **options: Unpack[PatternOptions]
 ) -> tuple[Tensor, Tensor]:
     """`gated_attention` computed in full: out [batch, n_heads, queries, d_head] and edges [batch, n_heads]."""
     batch, n_heads, queries, _ = q.shape

@@ -7,10 +7,11 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 
 @dataclass(frozen=True, order=True)
@@ -141,30 +142,30 @@ def parallel_blocks(config: Any) -> bool:
     return bool(getattr(config, parallel)) if isinstance(parallel, str) else parallel
 
 
-def base_model(model: "nn.Module") -> Any:
+def base_model(model: nn.Module) -> Any:
     """The Hugging Face model itself, seen through a PEFT wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
-def blocks(model: "nn.Module") -> list["nn.Module"]:
+def blocks(model: nn.Module) -> list[nn.Module]:
     """The transformer blocks, first to last."""
     base = base_model(model)
     return list(base.get_submodule(architecture(base.config).layers))
 
 
-def attention_modules(model: "nn.Module") -> list["nn.Module"]:
+def attention_modules(model: nn.Module) -> list[nn.Module]:
     """The attention module of every layer, first to last. Looks through PEFT wrappers."""
     name = architecture(base_model(model).config).attention
     return [getattr(layer, name) for layer in blocks(model)]
 
 
-def output_projections(model: "nn.Module") -> list["nn.Module"]:
+def output_projections(model: nn.Module) -> list[nn.Module]:
     """Per layer, what takes all heads' value mixes [batch, tokens, n_heads * d_head] to the residual stream."""
     name = architecture(base_model(model).config).output
     return [getattr(attention, name) for attention in attention_modules(model)]
 
 
-def mlp_modules(model: "nn.Module") -> list["nn.Module"]:
+def mlp_modules(model: nn.Module) -> list[nn.Module]:
     """The MLP of every layer, first to last."""
     name = architecture(base_model(model).config).mlp
     return [getattr(layer, name) for layer in blocks(model)]
@@ -174,23 +175,23 @@ def mlp_modules(model: "nn.Module") -> list["nn.Module"]:
 class Parts:
     """What one block is made of, under the same names for every family. `None`: the family has no such part."""
 
-    weights: "dict[str, tuple[Tensor, Tensor | None]]"  # q, k, v -> [heads, d_model, d_head], bias [heads, d_head]
-    output: "tuple[Tensor, Tensor | None]"  # [n_heads, d_head, d_model], bias [d_model]
-    attention_norm: "nn.Module | None"
-    attention_post: "nn.Module | None"
-    mlp_norm: "nn.Module | None"
-    mlp: "nn.Module"
-    mlp_post: "nn.Module | None"
-    query_norm: "nn.Module | None"  # on queries before rotation, over one head or over all heads at once
-    key_norm: "nn.Module | None"
-    rotate: "Callable[..., tuple[Tensor, Tensor]] | None"  # (q, k, cos, sin) -> (q, k)
+    weights: dict[str, tuple[Tensor, Tensor | None]]  # q, k, v -> [heads, d_model, d_head], bias [heads, d_head]
+    output: tuple[Tensor, Tensor | None]  # [n_heads, d_head, d_model], bias [d_model]
+    attention_norm: nn.Module | None
+    attention_post: nn.Module | None
+    mlp_norm: nn.Module | None
+    mlp: nn.Module
+    mlp_post: nn.Module | None
+    query_norm: nn.Module | None  # on queries before rotation, over one head or over all heads at once
+    key_norm: nn.Module | None
+    rotate: Callable[..., tuple[Tensor, Tensor]] | None  # (q, k, cos, sin) -> (q, k)
     clip: float | None
     scale: float
     window: int | None
     softcap: float | None
 
 
-def parts(model: "nn.Module", layer: int) -> Parts:
+def parts(model: nn.Module, layer: int) -> Parts:
     """Take one block apart. Weights are views wherever the family stores them plainly."""
     base = base_model(model)
     config, names, d = base.config, architecture(base.config), dimensions(base.config)
@@ -220,7 +221,7 @@ def parts(model: "nn.Module", layer: int) -> Parts:
     )
 
 
-def _projections(attention: Any, names: Architecture, d: Dimensions) -> "dict[str, tuple[Tensor, Tensor | None]]":
+def _projections(attention: Any, names: Architecture, d: Dimensions) -> dict[str, tuple[Tensor, Tensor | None]]:
     """`Parts.weights`: q, k and v, whether they are stored apart or in one matrix."""
     if len(names.projections) > 1:
         found = {}
@@ -238,11 +239,8 @@ def _projections(attention: Any, names: Architecture, d: Dimensions) -> "dict[st
     return {name: (every[i].permute(1, 0, 2), biases[i]) for i, name in enumerate("qkv")}
 
 
-def linear(module: "nn.Module") -> "tuple[Tensor, Tensor | None]":
+def linear(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     """(weight [d_in, d_out], bias [d_out] or None) of a linear map, however it is stored (also with LoRA on it)."""
-    import torch
-    from transformers.pytorch_utils import Conv1D
-
     if type(module) is torch.nn.Linear:
         return module.weight.T, module.bias
     if type(module) is Conv1D:
@@ -257,20 +255,20 @@ def linear(module: "nn.Module") -> "tuple[Tensor, Tensor | None]":
 class Unembedding(NamedTuple):
     """From the last residual stream to logits."""
 
-    norm: "nn.Module"
-    weight: "Tensor"  # [d_model, vocabulary]
-    bias: "Tensor | None"  # [vocabulary]
+    norm: nn.Module
+    weight: Tensor  # [d_model, vocabulary]
+    bias: Tensor | None  # [vocabulary]
     softcap: float | None  # logits become softcap * tanh(logits / softcap)
 
 
-def unembedding(model: "nn.Module") -> Unembedding:
+def unembedding(model: nn.Module) -> Unembedding:
     """The last norm and what turns its output into logits."""
     base = base_model(model)
     norm = base.get_submodule(architecture(base.config).final_norm)
     return Unembedding(norm, *linear(base.get_output_embeddings()), _final_softcap(base.config))
 
 
-def unembed(model: "nn.Module", hidden: "Tensor") -> "Tensor":
+def unembed(model: nn.Module, hidden: Tensor) -> Tensor:
     """Logits [..., vocabulary] from the last residual stream [..., d_model]."""
     base = base_model(model)
     normed = base.get_submodule(architecture(base.config).final_norm)(hidden)
@@ -281,26 +279,24 @@ def _final_softcap(config: Any) -> float | None:
     return getattr(config, "final_logit_softcapping", None)
 
 
-def softcapped(logits: "Tensor", softcap: float | None) -> "Tensor":
+def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
     """Logits after a softcap, where there is one."""
     return logits if softcap is None else (logits / softcap).tanh() * softcap
 
 
-def position_embeddings(model: "nn.Module", tokens: int) -> "Tensor | None":
+def position_embeddings(model: nn.Module, tokens: int) -> Tensor | None:
     """What the first positions add to the residual stream, [tokens, d_model]; None where positions only rotate."""
     base = base_model(model)
     path = architecture(base.config).positions
     return None if path is None else base.get_submodule(path).weight[:tokens]
 
 
-def norm_parts(norm: "nn.Module", like: "Tensor") -> "tuple[Tensor, Tensor, bool, float]":
+def norm_parts(norm: nn.Module, like: Tensor) -> tuple[Tensor, Tensor, bool, float]:
     """(gain, bias, centred, epsilon): norm(x) = gain * c / sqrt(mean(c^2) + epsilon) + bias.
 
     c is x, or x - mean(x) if centred. Asked of the norm itself, so that it does not matter how its weights are stored.
     like: [..., d_model], for its dtype and device.
     """
-    import torch
-
     epsilon: Any = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", 1e-5)  # OLMo's has it in its code
     zero = torch.zeros_like(like.reshape(-1, like.shape[-1])[0])
     bias = norm(zero)
@@ -310,16 +306,12 @@ def norm_parts(norm: "nn.Module", like: "Tensor") -> "tuple[Tensor, Tensor, bool
     return (norm(probe) - bias) / probe * (probe.pow(2).mean() + epsilon).sqrt(), bias, centred, float(epsilon)
 
 
-def _alternating(zero: "Tensor") -> "Tensor":
-    import torch
-
+def _alternating(zero: Tensor) -> Tensor:
     return zero + 1 - 2 * (torch.arange(len(zero), device=zero.device) % 2).to(zero.dtype)
 
 
-def rms_gain(norm: "nn.Module") -> "tuple[Tensor, float]":
+def rms_gain(norm: nn.Module) -> tuple[Tensor, float]:
     """(gain [d_model], epsilon) of an RMS norm x -> gain * x / sqrt(mean(x^2) + epsilon), whatever its weights mean."""
-    import torch
-
     weight = next(norm.parameters())
     epsilon = float(getattr(norm, "variance_epsilon", None) or norm.eps)  # type: ignore[arg-type]
     return norm(torch.ones_like(weight)) * (1 + epsilon) ** 0.5, epsilon

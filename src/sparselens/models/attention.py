@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from ..gating import gated_attention, gated_pattern
+from ..gating import PatternOptions, gated_attention, gated_pattern
 from ..gating.reference import later_seed, layer_seed
 from .architectures import architecture
 
@@ -57,7 +57,7 @@ def gated_attention_forward(
     complete = attention_mask is not None and attention_mask.ndim == 4
     if complete and attention_mask.dtype != torch.bool:  # type: ignore[union-attr]
         attention_mask = attention_mask > torch.finfo(attention_mask.dtype).min / 2  # type: ignore
-    options: dict[str, Any] = dict(
+    options = PatternOptions(
         scale=scaling,
         causal=not complete,  # a 4-dimensional mask already says everything
         window=None if complete else sliding_window,
@@ -65,7 +65,7 @@ def gated_attention_forward(
         mask=attention_mask,
         sample=gate_sample,
         seed=later_seed(layer_seed(seed, module.layer_idx), first, query.shape[1]),  # type: ignore[arg-type]
-        normalise=module.config.sparselens["normalise"],  # type: ignore[union-attr,index]
+        normalise=module.config.sparselens["normalise"],  # type: ignore[union-attr,index,typeddict-item]
     )
     out, edges = gated_attention(query, key, value, bias, **options)
     if module.training and architecture(module.config).attention_post:

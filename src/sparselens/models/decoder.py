@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..gating import gated_attention, gated_pattern
+from ..gating import PatternOptions, gated_attention, gated_pattern
 from .architectures import (
-    Parts,
     attention_modules,
     base_model,
     blocks,
@@ -170,17 +169,19 @@ class Decoder:
         q, k, v = self._prepared(layer, q, k, v)
         if self.gates is not None:
             bias = self.gates[layer] if heads is None else self.gates[layer][heads]
-            return self._gated(p, q, k, v, bias)
+            if self.straight_through or not torch.is_grad_enabled():
+                return gated_attention(q, k, v, bias, **self.looks(layer))[0]
+            return (self._weights(layer, q, k, bias) @ v.to(q.dtype)).to(v.dtype)
         tokens = q.shape[2]
         if p.softcap is None and (p.window is None or tokens <= p.window):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=p.scale)
-        return self._weights(p, q, k, None) @ v
+        return self._weights(layer, q, k, None) @ v
 
     def attend(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """All heads reading the same x: (what multiplies the values [batch, heads, queries, keys], the values)."""
         y = self.read(layer, x)
         q, k, v = self._prepared(layer, *(self.project(layer, through, y) for through in "qkv"))
-        return self._weights(self.parts[layer], q, k, None if self.gates is None else self.gates[layer]), v
+        return self._weights(layer, q, k, None if self.gates is None else self.gates[layer]), v
 
     def _prepared(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values as attention uses them: clipped, normed, rotated, where the family does so."""
@@ -194,14 +195,9 @@ class Decoder:
                 q, k = p.query_norm(q), p.key_norm(k)
         return *self.rotate(layer, q, k), v
 
-    def _gated(self, p: Parts, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        if self.straight_through or not torch.is_grad_enabled():
-            return gated_attention(q, k, v, bias, **self._options(p))[0]
-        return (self._weights(p, q, k, bias) @ v.to(q.dtype)).to(v.dtype)
-
-    def _weights(self, p: Parts, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+    def _weights(self, layer: int, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
         """What multiplies the values; gates (bias given) count as constants."""
-        options = self._options(p)
+        options = self.looks(layer)
         # A bias of +inf closes nothing: softmax comes from the same code as the gated pattern.
         everything = torch.full((q.shape[1],), torch.inf, device=q.device)
         weights = gated_pattern(q, k, everything, **options)[0].weights
@@ -212,8 +208,10 @@ class Decoder:
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
         return weights
 
-    def _options(self, p: Parts) -> dict[str, Any]:
-        return dict(scale=p.scale, window=p.window, softcap=p.softcap, normalise=self.normalise)
+    def looks(self, layer: int) -> PatternOptions:
+        """How the heads of a layer look, beside their queries, keys and gates."""
+        p = self.parts[layer]
+        return {"scale": p.scale, "window": p.window, "softcap": p.softcap, "normalise": self.normalise}
 
     def _wide(self, norm: nn.Module, t: Tensor, group: int) -> Tensor:
         """A norm over all (key) heads at once. Keys of the j-th query heads of every group are normed together."""
