@@ -10,7 +10,6 @@ sums to m(model) - m(nothing), up to the number of points.
 """
 
 from collections.abc import Callable, Iterator
-from typing import TypedDict
 
 import numpy as np
 import torch
@@ -21,27 +20,10 @@ from ..models.decoder import Decoder
 from ..runs import distributed
 from ..tasks.prompts import Prompts, of_common_length
 from .faithfulness import THRESHOLDS, Curve, NoEffect, log_sizes, refined_curve
+from .rows import Reading
 
 POINTS = 5  # masks at which gradients are taken
 MOST = 2000  # edges to list, best first
-
-
-class AttentionEdges(TypedDict):
-    """A circuit of attention edges as `discover --json` says it."""
-
-    n_prompts: int
-    length: int  # tokens
-    example: str
-    tokens: list[str]  # of the example
-    n_edges: int
-    n_alive: int  # edges with a score
-    m_model: float
-    m_nothing: float
-    curve: dict[str, list[float]]
-    edges_at: dict[str, int]  # threshold -> how many edges reach it
-    edges_at_interval: dict[str, list[float]]
-    columns: list[str]
-    circuit: list[list[float]]  # best first: a point of the curve is the first so many of them
 
 
 def keep_in(kept: list[tuple[Tensor, Tensor]]) -> Callable[[int, Tensor, Tensor], Tensor]:
@@ -139,7 +121,7 @@ def attention_curve(
     points: int,
     memory_mb: float,
     progress: Callable[[int], None] = lambda n: None,
-) -> tuple[Curve, AttentionEdges]:
+) -> tuple[Curve, Reading]:
     """Explained effect of the best n attention edges on held-out prompts, and the row for `discover --json`.
 
     NoEffect where the halves share too few prompts of one length.
@@ -168,7 +150,7 @@ def attention_curve(
     found = refined_curve(log_sizes(alive, points).tolist() if alive else [], run, whole, nothing, n_edges)
     weights = patcher.weights()
     places = [np.unravel_index(at, scores.shape) for at in order[:MOST]]
-    row: AttentionEdges = {
+    row: Reading = {
         "n_prompts": len(heldout), "length": length, "example": heldout.pairs[0].clean,
         "tokens": [heldout.piece(int(token)) for token in heldout.clean[0]],
         "n_edges": n_edges, "n_alive": alive, "m_model": float(whole.mean()), "m_nothing": float(nothing.mean()),

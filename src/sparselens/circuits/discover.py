@@ -42,7 +42,7 @@ from .faithfulness import (
     refined_curve,
 )
 from .heads import HeadPatcher, open_edges
-from .rows import CurveRow, OpenEdges, Reading, Results
+from .rows import CurveRow, Reading, Results
 from .run import Patcher
 from .scores import MOST_EXACT, eap, estimate_memory, exact
 
@@ -247,11 +247,11 @@ def _discover(
             try:
                 by_token, row = attention_curve(decoder, scoring, heldout, *sizes, bar.update)
                 check_spread(by_token.m_model, by_token.m_nothing, "by token")
-                circuit.curves["corrupted"], readings["corrupted"] = by_token, cast(Reading, row)
+                circuit.curves["corrupted"], readings["corrupted"] = by_token, row
             except NoEffect as error:
                 say(f"{name}: no circuit by token: {error}")
     if found["sparse"]:
-        found["open_edges"] = cast(OpenEdges, open_edges(model, heldout))
+        found["open_edges"] = open_edges(model, heldout)
     found["seconds"] = {
         "scoring": round(scored - began, 1), "curve": round(drawn - scored, 1),
         "rest": round(time.perf_counter() - drawn, 1),

@@ -5,7 +5,6 @@ embeddings and MLPs are always kept. m(nothing) is then the clean prompt with ev
 """
 
 from collections.abc import Callable
-from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -15,20 +14,7 @@ from ..models.architectures import base_model, dimensions, parts
 from ..models.hooks import capture, patch
 from ..runs import distributed
 from ..tasks.prompts import Prompts, of_common_length
-
-
-class OpenEdges(TypedDict):
-    """Which (layer, head, query, key) gates leave open, as `discover --json` says it."""
-
-    n_prompts: int
-    length: int  # tokens
-    example: str
-    n_possible: int
-    n_open: int  # on one prompt at least
-    n_proven_absent: int
-    open_per_prompt: float
-    columns: list[str]
-    open: list[list[float]]  # largest mean weight first
+from .rows import OpenEdges
 
 
 class HeadPatcher:
