@@ -177,7 +177,7 @@ def test_what_cannot_fit_is_refused_with_advice(folder, capsys, monkeypatch):
     common = dict(length=64, batch=64, tokens_per_second=100.0)
     assert plan(folder, gpus=1, gpu_memory=0.71, **common).micro == 32  # as the run itself would do
     found = plan(folder, gpus=1, gpu_memory=0.71, micro_batch=64, **common)
-    assert not found.fits and found.seconds == 0 and "time" not in str(found)
+    assert found.problem() and found.seconds == 0 and "time" not in str(found)
     assert "would need" in found.problem() and "--micro-batch 1" in found.problem()
     assert "no setting" in plan(folder, gpus=1, gpu_memory=0.5, micro_batch=64, **common).problem()
     options = ["plan", str(folder), "--gpus", "1", "--length", "64", "--batch", "64", "--micro-batch", "64"]

@@ -52,18 +52,14 @@ class Plan:
     memory: dict[str, float]
     available: float
     micro: int  # sequences at once
-    tokens_per_second: float  # per GPU, while it computes
-    how: str  # where that number comes from
-    compute: float  # seconds per step
-    communication: float  # seconds per step, beside computing
-    seconds: float  # the whole run
     disk: dict[str, float]
     free: float
-    advice: str = ""  # what would fit, where this does not
-
-    @property
-    def fits(self) -> bool:
-        return self.total_memory <= self.available and self.total_disk <= self.free
+    advice: str = ""  # what would fit, where this does not; then nothing is known of the rest
+    tokens_per_second: float = 0.0  # per GPU, while it computes
+    how: str = ""  # where that number comes from
+    compute: float = 0.0  # seconds per step
+    communication: float = 0.0  # seconds per step, beside computing
+    seconds: float = 0.0  # the whole run
 
     @property
     def total_memory(self) -> float:
@@ -137,23 +133,10 @@ def plan(
         if job.micro % 2:
             break
         job = job.changed(micro_batch=job.micro // 2)  # as the run itself will do when memory runs out
-    memory = job.memory()
-    result = Plan(
-        model=str(model),
-        gpus=gpus,
-        parameters=int(job.step.parameters),
-        trained=int(job.step.trained),
-        memory=memory,
-        available=available,
-        micro=job.micro,
-        tokens_per_second=0.0,
-        how="",
-        compute=0.0,
-        communication=0.0,
-        seconds=0.0,
-        disk=disk(job.step.parameters, job.step.trained, settings) | {"tokenised text": job.text_bytes()},
-        free=free_disk(Path(out)),
-    )
+    trained, parameters = job.step.trained, job.step.parameters
+    space = disk(parameters, trained, settings) | {"tokenised text": job.text_bytes()}
+    known = str(model), gpus, int(parameters), int(trained), job.memory(), available, job.micro, space
+    result = Plan(*known, free=free_disk(Path(out)))
     if result.total_memory > available:
         return dataclasses.replace(result, advice=job.advice(available))
     gradients, update, how = job.speed(here, tokens_per_second)
@@ -165,14 +148,9 @@ def plan(
     stages = 2 if settings.control else 1
     saving = settings.training.steps // settings.training.checkpoint_every * 16 * job.step.trained / DISK_BYTES
     start = job.gpu * (GPU_START + stages * job.compiled * COMPILING)
-    return dataclasses.replace(
-        result,
-        tokens_per_second=tokens / job.gpus / compute,
-        how=how,
-        compute=compute,
-        communication=communication,
-        seconds=start + stages * (settings.training.steps * per_step + saving / job.gpus) + evaluation,
-    )
+    seconds = start + stages * (settings.training.steps * per_step + saving / job.gpus) + evaluation
+    times: Any = {"compute": compute, "communication": communication, "seconds": seconds}
+    return dataclasses.replace(result, tokens_per_second=tokens / job.gpus / compute, how=how, **times)
 
 
 @dataclass(frozen=True)

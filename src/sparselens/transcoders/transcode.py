@@ -71,17 +71,29 @@ def transcode(
     model, tokenizer = resolve(model, tokenizer)
     d = dimensions(base_model(model).config)
     check_length(base_model(model).config, length_of(data, text))
+    parameters = n_parameters(d.n_layers, d.d_model, settings)
     # Two checkpoints (weights and both Adam moments) and the result must fit.
-    need = 4 * 7 * n_parameters(d.n_layers, d.d_model, settings)
-    refuse_full_disk(Path(out), need, "learn fewer --features")
+    refuse_full_disk(Path(out), 4 * 7 * parameters, "learn fewer --features")
     batches = batches_of(data, tokenizer, text, settings, show_progress and distributed.is_main())
     if batches.n_heldout < 1:
         raise ValueError("there are no held-out sequences to measure on; give more data")
     asked = {"model": name, "data": batches.describe(), **dataclasses.asdict(settings)}
     run = Run.create(out, "transcode", asked, resume)
+    kind = f"{'cross-layer' if settings.cross_layer else 'per-layer'}, {settings.activation}"
+    say(
+        f"{parameters / 1e6:.1f}M parameters: {d.n_layers} layers x {settings.features} features, {kind}; "
+        f"{settings.steps} steps of {settings.batch} x {batches.length} tokens"
+    )
     try:
         with left_as_it_was(model):
-            return _transcode_into(run, model, batches, settings, name, resume, show_progress, say)
+            if distributed.sharded():
+                model.requires_grad_(False)
+            distributed.place(model, distributed.device(), blocks(model)).eval()
+            learner = Learner(d.n_layers, d.d_model, settings, name)
+            distributed.place(learner, distributed.device())
+            stage = TranscoderStage(run.path, model, batches, settings, learner, say, show_progress)
+            engine.run(stage, resume)
+            return finish(stage, run)
     finally:
         run.unlock()
 
@@ -193,32 +205,6 @@ class TranscoderStage(Trainee):
 
     def tensors(self) -> dict[str, Tensor]:
         return self.learner.state_dict()
-
-
-def _transcode_into(
-    run: Run,
-    model: nn.Module,
-    batches: Batches,
-    settings: Transcode,
-    name: str,
-    resume: bool,
-    show: bool,
-    say: Callable[[str], None],
-) -> Transcoder:
-    device = distributed.device()
-    distributed.place(model.requires_grad_(False) if distributed.sharded() else model, device, blocks(model)).eval()
-    d = dimensions(base_model(model).config)
-    learner = Learner(d.n_layers, d.d_model, settings, name)
-    distributed.place(learner, device)
-    kind = f"{'cross-layer' if settings.cross_layer else 'per-layer'}, {settings.activation}"
-    say(
-        f"{n_parameters(d.n_layers, d.d_model, settings) / 1e6:.1f}M parameters: {d.n_layers} layers x "
-        f"{settings.features} features, {kind}; "
-        f"{settings.steps} steps of {settings.batch} x {batches.length} tokens"
-    )
-    stage = TranscoderStage(run.path, model, batches, settings, learner, say, show)
-    engine.run(stage, resume)
-    return finish(stage, run)
 
 
 def finish(stage: TranscoderStage, run: Run) -> Transcoder:
