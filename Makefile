@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo test test-faults audit format gpu browser clean
+.PHONY: demo test test-faults mutants audit format gpu browser clean
 
 demo: $(READY)
 	$(BIN)/sparselens demo
@@ -18,6 +18,10 @@ test: $(READY)
 # Kills, full disks, rotten files, nonsense from outside. Part of `make test`; alone it takes two to three minutes.
 test-faults: $(READY)
 	$(BIN)/pytest --numprocesses 2 tests/faults
+
+# Does a test notice when one token of the numeric core changes? Half an hour on one core; not part of `make test`.
+mutants: $(READY)
+	$(BIN)/python tests/mutants.py --count 200 --seed 0
 
 # Known vulnerabilities of what CI tests with. Needs the network; --strict: a package that cannot be looked up is an error.
 audit:

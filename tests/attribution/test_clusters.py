@@ -1,4 +1,5 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from tracing_setup import biased_model, traced
 import sparselens as sl
 from sparselens.attribution.cluster_rules import mark_of, name_positions, node_name, read_rules, rules_of
 from sparselens.attribution.clusters import _layers, balance, carry_clusters, choose_edge, cluster_edges, find_clusters
-from sparselens.attribution.graph import FEATURE
+from sparselens.attribution.graph import ERROR, FEATURE
 from sparselens.attribution.head_shares import carry
 from sparselens.runs.run import write_json
 from sparselens.transcoders.transcoder import Transcoder
@@ -33,6 +34,28 @@ def test_cluster_edges_are_sums_of_node_edges(graph):
         inside = torch.isin(source, a) & torch.isin(target, b)
         assert edge.weight == pytest.approx(float(weight[inside].sum()), rel=1e-9, abs=1e-12)
         assert len(edge.pairs) == int(inside.sum())
+        # What passes: of the influence through each target, this edge's share of everything that enters it.
+        flow = 0.0
+        for t, w in zip(target[inside].tolist(), weight[inside].tolist(), strict=True):
+            own = graph.targets[0]["weight"] if t == graph.n_nodes - 1 else 0.0
+            enters = float(graph.row_abs[graph.row_target == t])
+            flow += abs(w) / enters * (float(graph.influence[t]) + own)
+        assert edge.flow == pytest.approx(flow, rel=1e-9) and edge.flow > 0
+
+
+def test_the_order_of_the_clusters_does_not_matter(graph):
+    """Backwards: the same edges and balances under other numbers; the answer is number 0 then."""
+    clusters = find_clusters(graph)
+    last = len(clusters) - 1
+    edges = {(e.source, e.target): (e.weight, e.flow, sorted(e.pairs)) for e in cluster_edges(graph, clusters)}
+    turned = cluster_edges(graph, clusters[::-1])
+    assert {(last - e.source, last - e.target) for e in turned} == edges.keys() and len(turned) > 10
+    for edge in turned:
+        weight, flow, pairs = edges[last - edge.source, last - edge.target]
+        assert (edge.weight, edge.flow) == (pytest.approx(weight), pytest.approx(flow)) and sorted(edge.pairs) == pairs
+    assert [e.flow for e in turned] == sorted((e.flow for e in turned), reverse=True)
+    for ours, theirs in zip(balance(graph, clusters), balance(graph, clusters[::-1])[::-1], strict=True):
+        assert ours == pytest.approx(theirs)
 
 
 def test_head_shares_of_cluster_edges_are_sums_of_those_of_node_edges(graph):
@@ -147,6 +170,20 @@ def test_several_targets_are_never_added_up():
     assert [(c.name, len(c.nodes)) for c in outputs] == [("w4", 1), ("w9", 1)]
 
 
+def test_layers_by_hand():
+    """Influence 1, 6, 3 in layers 0, 1, 2, of features; errors do not count beside them."""
+    graph = SimpleNamespace(
+        n_layers=3, kind=torch.tensor([FEATURE] * 4 + [ERROR]), layer=torch.tensor([0, 1, 1, 2, 2]),
+        influence=torch.tensor([1.0, 4.0, 2.0, 3.0, 100.0]),
+    )  # fmt: skip
+    every = torch.arange(5)
+    for share, layers in ((0.1, (0, 0)), (0.5, (1, 1)), (0.6, (1, 1)), (0.61, (0, 1)), (0.8, (1, 2)), (0.95, (0, 2))):
+        assert _layers(graph, every, share) == layers, share
+    assert _layers(graph, every[4:], 0.9) == (2, 2), "no features: of the others"
+    graph.influence = torch.zeros(5)
+    assert _layers(graph, every[1:], 0.9) == (1, 2), "without influence: wherever they are"
+
+
 def test_layers_are_the_shortest_range_that_holds_the_share(graph):
     for cluster in find_clusters(graph):
         features = [n for n in cluster.nodes if int(graph.kind[n]) == FEATURE]
@@ -246,11 +283,16 @@ def test_an_edge_can_be_asked_for_by_name(graph):
     assert (clusters[edge.source].name, clusters[edge.target].name) == ("w8", "w4")
     with pytest.raises(ValueError, match=r"of these clusters: <\|endoftext\|>, w3 @1"):
         choose_edge(clusters, edges, "w8 -> nothing")
-    with pytest.raises(ValueError, match="nothing goes from 'w4' to 'w8'"):
+    with pytest.raises(ValueError, match="nothing goes from 'w4' to 'w8'") as refused:
         choose_edge(clusters, edges, "w4 -> w8")
+    w8 = [c.name for c in clusters].index("w8")
+    feeding = {clusters[e.source].name for e in edges if e.target == w8} or {"no cluster"}
+    assert set(str(refused.value).partition("fed by ")[2].split(", ")) == feeding
     missing = choose_edge(clusters, edges, "w4 -> w8", strict=False)
-    assert missing.weight == 0 and missing.pairs == []
-    assert carry_clusters(graph, [edge, missing])[1].heads_for() == []
+    assert missing.weight == missing.flow == 0 and missing.pairs == []
+    nothing = carry_clusters(graph, [edge, missing])[1]
+    assert nothing.heads_for() == [] and nothing.weight == nothing.direct == nothing.multi_hop == 0
+    assert nothing.departure_rest == nothing.arrival_rest == 0 and not nothing.arrival_heads.any()
     assert choose_edge(clusters, edges, "say nothing -> w4", strict=False) == choose_edge(clusters, edges)
 
 
@@ -294,4 +336,7 @@ def test_interventions_on_a_target_at_an_earlier_position():
 def test_positions_that_do_not_exist():
     with pytest.raises(ValueError, match="position=8: the prompt has 8 tokens"):
         traced(position=8)
-    assert int(traced(position=-2).position[-1]) == 6
+    with pytest.raises(ValueError, match="position=-9"):
+        traced(position=-9)
+    for position, at in ((-2, 6), (-8, 0), (7, 7), (0, 0)):
+        assert int(traced(position=position).position[-1]) == at

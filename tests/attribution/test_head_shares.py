@@ -38,7 +38,9 @@ def test_shares_sum_to_the_edge(family, gated, dtype, tolerance):
 
 def test_listed_links_and_rest_sum_to_the_edge():
     graph = traced("gpt2", cross_layer=False)
-    for source, target, carried in carry_all(graph, top=3):
+    weights = graph.edges()[2].tolist()
+    for (source, target, carried), weight in zip(carry_all(graph, top=3), weights, strict=True):
+        assert carried.weight == pytest.approx(weight, rel=1e-9)
         for links, rest in ((carried.departure, carried.departure_rest), (carried.arrival, carried.arrival_rest)):
             total = sum(link["share"] for link in links) + rest + carried.direct
             assert len(links) <= 3 and total == pytest.approx(carried.weight, rel=1e-9)
@@ -189,6 +191,17 @@ def test_groups_add_up(memory_mb):
             assert found == pytest.approx({k: v for k, v in sums.items()}, rel=1e-9, abs=1e-12)
 
 
+def test_a_group_without_edges_carries_nothing():
+    graph = traced("gpt2", gated=True)
+    source, target, weight = (t[0].item() for t in graph.edges())
+    *empty, one = carry(graph, [(source, target)], [2])
+    assert one.weight == pytest.approx(weight) and len(empty) == 2
+    for carried in empty:
+        found = carried.as_json()
+        assert [found.pop(name) for name in ("departure", "arrival", "heads_for_80")] == [[], [], []]
+        assert set(found.values()) == {0.0} and not carried.departure_heads.any() and carried.links_for() == []
+
+
 def test_heads_for_takes_signs_into_account():
     heads = torch.tensor([[5.0, -3.0], [2.0, 1.0]])
     carried = Carried(6.0, [], [], 0.0, 0.0, heads.flip(0), heads, torch.zeros(2, 2), 1.0)
@@ -204,8 +217,34 @@ def test_heads_for_takes_signs_into_account():
     ]
     listed = Carried(5.0, [], links, 0.0, 0.0, heads, heads, heads, 1.0)
     assert listed.links_for(0.8) == [(0, 0, 3, 1), (0, 1, 3, 1), (0, 2, 3, 1)]  # 3 - 2 + 2.5 of 4
+    assert listed.links_for(0.75) == [(0, 0, 3, 1)] and len(listed.links_for(1.0)) == 4
+    most = torch.tensor([[8.5, 1.5], [0.0, 0.0]])  # 85 % is enough where nothing else is asked for
+    links = [{"layer": 0, "head": i, "query": 3, "key": 1, "share": share} for i, share in enumerate((8.5, 1.5))]
+    assert Carried(10.0, [], links, 0.0, 0.0, most, most, most, 0.0).heads_for() == [(0, 0)]
+    assert Carried(10.0, [], links, 0.0, 0.0, most, most, most, 0.0).links_for() == [(0, 0, 3, 1)]
     with pytest.raises(ValueError, match="by='both'"):
         carried.heads_for(by="both")
+    for method in (carried.heads_for, carried.links_for):
+        for share in (0, 1.1):
+            with pytest.raises(ValueError, match="expected a share up to 1"):
+                method(share)
+
+
+def test_what_is_neither_direct_nor_a_single_hop_is_multi_hop():
+    heads = torch.tensor([[5.0, -3.0], [2.0, 3.0]])
+    carried = Carried(8.0, [], [], 0.25, 0.5, heads, heads, torch.tensor([[1.0, 0.5], [0.0, 0.5]]), 1.0)
+    assert (carried.single_hop, carried.multi_hop) == (2.0, 5.0)
+    found = carried.as_json()
+    assert found["heads_for_80"] == [
+        {"layer": layer, "head": head, "share": float(heads[layer, head])}
+        for layer, head in ((0, 0), (0, 1), (1, 1), (1, 0))
+    ]  # 5 - 3 + 3 + 2 of 7
+    assert (found["departure_rest"], found["arrival_rest"], found["direct"], found["multi_hop"]) == (
+        0.25,
+        0.5,
+        1.0,
+        5.0,
+    )
 
 
 def test_bad_edges():
@@ -231,7 +270,7 @@ def model_logits(graph, layer):
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gemma3_text"])
 def test_terms_sum_to_the_logit(family):
-    graph = traced(family, gated=True, budget=0)
+    graph = traced(family, gated=True, budget=0, gate_bias=-0.15)
     for layer, head, query, key in ((0, 1, 3, 2), (1, 3, 6, 2), (1, 2, 5, 5)):
         look = explain_look(graph, layer, head, query, key, top=10)
         logit = float(model_logits(graph, layer)[head, query, key])
@@ -244,12 +283,14 @@ def test_terms_sum_to_the_logit(family):
         assert sum(t["term"] for t in look.terms) + look.rest == pytest.approx(logit, rel=1e-9)
         assert look.certain and abs(look.terms[0]["term"]) == pytest.approx(float((look._q @ look._k.T).abs().max()))
         assert (look.kinds[FEATURE] == 0).all() == (layer == 0)
-        assert f"logit {logit:+.3f}" in describe(graph, look)
+        text = describe(graph, look)
+        assert f"logit {logit:+.3f}" in text
+        assert text.count("\n") == len(look.terms) + 1 + int((look.kinds != 0).sum()), "no kinds that add nothing"
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_gate_margins_are_the_models_own(family):
-    graph = traced(family, gated=True, budget=0)
+    graph = traced(family, gated=True, budget=0, gate_bias=0.25)
     frozen = graph.live.frozen
     with torch.no_grad():
         out = frozen.decoder.model(frozen.ids[None], output_attentions=True, gate_output="margin")
@@ -257,8 +298,9 @@ def test_gate_margins_are_the_models_own(family):
     assert look.margin == pytest.approx(float(out.attentions[1][0, 2, 5, 3]), rel=1e-6)
 
 
-def test_would_the_gate_close_without_this_feature():
-    graph = traced("gpt2", gated=True, budget=0)
+@pytest.mark.parametrize("family, gate_bias", [("gpt2", 0.0), ("gpt2", 0.1), ("gemma2", 0.3)])  # gemma2: capped
+def test_would_the_gate_close_without_this_feature(family, gate_bias):
+    graph = traced(family, gated=True, budget=0, gate_bias=gate_bias)
     _, margin = graph.live.frozen.looks(1)
     features = len(graph.live.layer)
     checked = 0
@@ -270,6 +312,7 @@ def test_would_the_gate_close_without_this_feature():
         for node in [n for n in closing if n < features][:2]:
             result = measure_look(graph, look, [node])
             assert result["open_before"] and not result["open_predicted"]
+            assert result["open_measured"] == (result["measured"] > 0) and result["before"] == look.margin
             checked += 1
     assert checked > 3
 
@@ -287,6 +330,25 @@ def test_removing_a_layer_0_feature_is_predicted_up_to_the_norm():
     assert torch.corrcoef(torch.stack([predicted, measured]))[0, 1] > 0.9
 
 
+def test_the_largest_terms_of_a_few_candidates_are_certain_or_said_not_to_be(monkeypatch):
+    """Three sources per side: certain only if no source left out could have a larger term."""
+    graph = traced("gpt2", gated=True, budget=0)
+    whole = explain_look(graph, 1, 0, 5, 2, top=4)
+    every = (whole._q @ whole._k.T).flatten()
+    assert [t["term"] for t in whole.terms] == pytest.approx(every[every.abs().argsort(descending=True)[:4]].tolist())
+    for t in whole.terms:
+        assert t["term"] == pytest.approx(float(whole._q[t["query_source"]] @ whole._k[t["key_source"]]))
+    for candidates in (3, 10, 40):
+        monkeypatch.setattr("sparselens.attribution.qk_terms.CANDIDATES", candidates)
+        few = explain_look(graph, 1, 0, 5, 2, top=1)
+        q, k = (side.norm(dim=1).sort(descending=True).values for side in (few._q, few._k))
+        bound = max(q[candidates] * k[0], k[candidates] * q[0])
+        assert few.certain == (abs(few.terms[0]["term"]) >= bound) and few.rest == few.logit - few.terms[0]["term"]
+
+
 def test_bad_looks():
-    with pytest.raises(ValueError, match="no look"):
-        explain_look(traced("gpt2", budget=0), 0, 0, 2, 3)
+    graph = traced("gpt2", budget=0)
+    for look in ((0, 0, 2, 3), (2, 0, 1, 1), (-1, 0, 1, 1), (0, 4, 1, 1), (0, -1, 1, 1), (0, 0, 8, 1), (0, 0, 3, -1)):
+        with pytest.raises(ValueError, match="no look"):
+            explain_look(graph, *look)
+    assert explain_look(graph, 1, 3, 7, 7).margin is None and explain_look(graph, 0, 0, 0, 0).key == 0

@@ -1,8 +1,10 @@
 import numpy as np
 import pytest
 import torch
-from tracing_setup import traced
+from tiny_models import tiny_tokenizer
+from tracing_setup import PROMPT, biased_model, traced
 
+import sparselens as sl
 from sparselens.attribution.graph import BIAS, ERROR, FEATURE, POSITION, TOKEN
 from sparselens.attribution.interventions import (
     agreement,
@@ -13,6 +15,7 @@ from sparselens.attribution.interventions import (
     intervene,
 )
 from sparselens.models.hooks import capture, patch
+from sparselens.transcoders.transcoder import Transcoder
 
 LAYERS = [0, 1]
 
@@ -199,6 +202,11 @@ def test_nothing_changed_changes_nothing():
     for frozen in (True, False):
         outcome = intervene(graph, scale={3: 1.0, graph.find("token", -1, 0): 1.0}, frozen=frozen)
         torch.testing.assert_close(outcome.after, outcome.before)
+    few = sl.trace(biased_model("gpt2"), tiny_tokenizer(), Transcoder.random(2, 3, 32, dtype=torch.float64), PROMPT)
+    every = dict.fromkeys(range(len(few.live.layer)), 1.0)  # three features of eight positions: no two are confused
+    for frozen in (True, False):
+        outcome = intervene(few, scale=every, frozen=frozen)
+        torch.testing.assert_close(outcome.after, outcome.before)
     with torch.no_grad(), capture(graph.live.frozen.decoder.model, ["m1"]) as seen:
         graph.live.frozen.decoder.model(graph.live.frozen.ids[None])
     torch.testing.assert_close(intervene(graph).run.blocks[1].mlp_out, seen["m1"][0])
@@ -252,6 +260,11 @@ def test_agreement_is_the_usual_correlation():
     assert agreement(rows)["spearman"] == pytest.approx(1.0)
     assert agreement(rows)["pearson"] == pytest.approx(np.corrcoef(a, a**3)[0, 1])
     assert agreement([{"predicted": 1.0, "measured": 2.0}] * 3)["pearson"] is None
+    two = [{"predicted": 1.0, "measured": 2.0}, {"predicted": 2.0, "measured": -1.0}]
+    assert agreement(two) == {"pearson": pytest.approx(-1), "spearman": pytest.approx(-1), "n": 2}
+    assert agreement(two[:1]) == {"pearson": None, "spearman": None, "n": 1}
+    ties = [{"predicted": x, "measured": y} for x, y in ((1.0, 1.0), (1.0, 2.0), (2.0, 3.0), (3.0, 3.0))]
+    assert agreement(ties)["spearman"] == pytest.approx(np.corrcoef([1.5, 1.5, 3, 4], [1, 2, 3.5, 3.5])[0, 1])
 
 
 def test_bad_changes():
@@ -261,11 +274,15 @@ def test_bad_changes():
         (dict(scale={graph.n_nodes - 1: 0.0}), "is a logit"),
         (dict(scale={bias: 0.0}), "bias has no position"),
         (dict(set={graph.find("token", -1, 0): 1.0}), "no feature"),
-        (dict(set={(0, 9, 0): 1.0}), "at position 9"),
-        (dict(close=[(0, 0, 1, 2)]), "no gate from query 1 to key 2"),
-        (dict(close=[(7, 0, 1, 1)]), "no head 0 in layer 7"),
+        *((dict(set={name: 1.0}), "no feature") for name in ((2, 0, 0), (-1, 0, 0), (0, 0, 48), (0, 0, -1))),
+        *((dict(set={(0, at, 0): 1.0}), f"at position {at}") for at in (8, -1)),
+        *((dict(close=[(0, 0, *at)]), "no gate from query") for at in ((1, 2), (8, 2), (3, -1))),
+        *((dict(close=[(*at, 1, 1)]), "no head") for at in ((2, 0), (-1, 0), (0, 4), (0, -1))),
         (dict(ablate=["m1"]), "expected heads"),
         (dict(ablate=["a9.h1"]), "no site"),
     ]:
         with pytest.raises(ValueError, match=message):
             intervene(graph, **change)
+    intervene(
+        graph, set={(1, 7, 47): 1.0, (0, 0, 0): 1.0}, close=[(1, 3, 7, 7), (0, 0, 0, 0)]
+    )  # the last and the first

@@ -46,16 +46,16 @@ def test_scores_are_mask_gradients_and_sum_to_the_effect(make):
     whole, nothing = patcher.run(np.stack([possible, np.zeros_like(possible)])).mean(1)
     if make is tiny_model:  # gates jump on the way
         assert abs(scores.sum() - float(whole - nothing)) < 0.05 * float((whole - nothing).abs())
-    # One edge by central differences at the same five masks.
+    # One edge by central differences at the same five masks (which are run in fp32).
     at = np.unravel_index(np.abs(scores).argmax(), scores.shape)
     slope = 0.0
     for share in (0.1, 0.3, 0.5, 0.7, 0.9):
-        masks = torch.full((2, *scores.shape), share, dtype=torch.float64)
-        masks[0][at] += 1e-4
-        masks[1][at] -= 1e-4
+        masks = torch.full((2, *scores.shape), share)
+        masks[0][at] += 1e-3
+        masks[1][at] -= 1e-3
         values = patcher.run(masks).mean(1)
-        slope += float(values[0] - values[1]) / 2e-4 / 5
-    assert slope == pytest.approx(scores[at], rel=1e-3)
+        slope += float(values[0] - values[1]) / float(masks[0][at].double() - masks[1][at].double()) / 5
+    assert slope == pytest.approx(scores[at], rel=1e-5)
 
 
 def test_closed_edges_are_not_there():
@@ -84,7 +84,19 @@ def test_edges_are_listed_best_first_with_weight_and_tokens():
     listed = [dict(zip(row["columns"], edge, strict=True)) for edge in row["circuit"]]
     assert len(listed) == row["n_alive"] <= MOST
     sizes = [abs(edge["score"]) for edge in listed]
-    assert sizes == sorted(sizes, reverse=True)
+    assert sizes == sorted(sizes, reverse=True) and min(sizes) > 0
+    patcher = AttentionPatcher(Decoder(model), prompts)
+    scores, mask = patcher.scores(), np.zeros((3, *patcher.shape), bool)
+    assert sizes[0] == pytest.approx(np.abs(scores).max()) and row["n_alive"] == (scores != 0).sum()
+    n = row["curve"]["edges"][3]  # a circuit of the curve is the first so many of them
+    for edge in listed[:n]:
+        at = tuple(edge[name] for name in ("layer", "head", "query", "key"))
+        assert edge["score"] == pytest.approx(scores[at])
+        mask[0][at] = True
+    mask[1] = patcher.possible
+    some, whole, nothing = patcher.run(mask).mean(1).tolist()
+    assert (row["m_model"], row["m_nothing"]) == (pytest.approx(whole), pytest.approx(nothing))
+    assert row["curve"]["effect"][3] == pytest.approx((some - nothing) / (whole - nothing), rel=1e-5) and n > 2
     assert row["tokens"] == [f"w{token}" for token in prompts.clean[0].tolist()]
     with torch.no_grad():
         output = model(prompts.clean, use_cache=False, output_attentions=True, gate_output="pattern")

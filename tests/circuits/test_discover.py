@@ -4,12 +4,14 @@ import itertools
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from pairs import QUIET, chosen, random_prompts, words_task
 from tiny_models import CONFIGS, tiny_model, tiny_tokenizer
+from tracing_setup import biased_model
 
 from sparselens.circuits.attention_edges import AttentionPatcher
 from sparselens.circuits.circuit import Circuit
@@ -52,7 +54,8 @@ def gated(family: str, bias: float = 0.3):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_full_circuit_is_the_model_and_empty_is_the_corrupted_prompt(family, ablation):
     """Patcher checks itself to 1e-4 of the logits; here with sdpa as well as with gates."""
-    for model in (tiny_model(family, attention="eager" if "gemma2" in family else "sdpa"), gated(family)):
+    biased = [biased_model(family, gates, torch.float32) for gates in (False, True)]
+    for model in (tiny_model(family, attention="eager" if "gemma2" in family else "sdpa"), gated(family), *biased):
         patcher = Patcher(Decoder(model), random_prompts(), ablation)
         assert all(error < 1e-5 for error in patcher.checks.values())
         if ablation == "corrupted":
@@ -71,6 +74,67 @@ def test_the_self_check_notices_a_model_it_does_not_understand():
     decoder_is_running = iter_flag(model)
     with pytest.raises(ValueError, match="self-check failed: the full circuit"):
         Patcher(decoder, random_prompts())
+
+
+def test_how_far_the_pieces_may_be_from_the_model():
+    """1e-4 of the largest logit; where gates may flip, a tenth of the prompts may differ."""
+    error = torch.full((20,), 9e-5)
+    error[3], error[7] = 0.5, 0.4
+    patchers = [SimpleNamespace(decoder=SimpleNamespace(gates=g, config=CONFIGS["gpt2"]())) for g in (None, [])]
+    assert Patcher._judge(patchers[1], "full", error) == pytest.approx(9e-5)
+    assert Patcher._judge(patchers[0], "full", error[8:]) == pytest.approx(9e-5)
+    for patcher, errors in (
+        (patchers[0], error), (patchers[1], error[:19]), (patchers[1], error[:9]),
+        (patchers[0], torch.tensor([1.5e-4])), (patchers[1], torch.full((20,), 1.5e-4)),
+        (patchers[0], torch.tensor([torch.nan])),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="self-check failed: the empty circuit differs from the corrupted prompts"):
+            Patcher._judge(patcher, "empty", errors)
+
+
+def test_reads_that_are_not_there_are_not_checked():
+    decoder, prompts = Decoder(tiny_model("gpt2")), random_prompts(3, 8)
+    prompts.used[1, 1] = False
+    prompts.position[1, 1] = 0
+    patcher = Patcher(decoder, prompts)
+    logits = torch.zeros(3, 2, 64)
+    own = prompts.ask(decoder.model, prompts.clean)
+    wanted = [own[0].abs().max() / own[0].abs().max(), own[1, 0].abs().max() / own[1, 0].abs().max(), 1.0]
+    assert patcher._errors(logits, prompts.clean, prompts).tolist() == pytest.approx([float(w) for w in wanted])
+    logits = own.clone()
+    logits[1, 1] += 7  # not there
+    logits[2, 0, 5] += 0.5 * own[2].abs().max()
+    assert patcher._errors(logits, prompts.clean, prompts).tolist() == pytest.approx([0, 0, 0.5], abs=1e-6)
+    assert all(error < 1e-5 for error in patcher.checks.values())
+
+
+def test_mean_ablation_is_the_mean_over_both_prompts_of_those_that_have_not_ended():
+    """Every node by hand, position by position; after the longest prompt's end it is zero."""
+    decoder, prompts = Decoder(biased_model("gpt2")), random_prompts(3, 8)
+    prompts.lengths[:] = torch.tensor([7, 5, 3])
+    prompts.position[:] = torch.tensor([[5, 6], [3, 4], [1, 2]])
+    patcher = Patcher(decoder, prompts, "mean")
+    runs = [trace(decoder, x) for x in (patcher.clean, patcher.corrupted)]
+    base = patcher.base_of(torch.tensor([0, 2]))
+    for name in ("embedding", "final", "attention_in", "mlp_in", "z", "mlp_out"):
+        found, both = getattr(base, name), [getattr(run, name) for run in runs]
+        layers = [(found, *both)] if name in ("embedding", "final") else zip(found, *both, strict=True)
+        for value, clean, corrupted in layers:
+            assert len(value) == 2 and torch.equal(value[0], value[1])
+            for t in range(8):
+                alive = [i for i, length in enumerate((7, 5, 3)) if t < length]
+                at = [run[i, ..., t, :] for run in (clean, corrupted) for i in alive]
+                wanted = sum(at) / len(at) if at else torch.zeros_like(value[0, ..., t, :])
+                torch.testing.assert_close(value[0, ..., t, :], wanted)
+
+
+def test_zero_ablation_leaves_the_output_biases_of_attention():
+    decoder = Decoder(biased_model("gpt2"))
+    base = Patcher(decoder, random_prompts(3, 8), "zero").base_of(slice(0, 2))
+    first, second = (part.output[1].expand(2, 8, 32) for part in decoder.parts)
+    assert not any(x.any() for x in (base.embedding, *base.z, *base.mlp_out, base.attention_in[0]))
+    for found, wanted in ((base.mlp_in[0], first), (base.attention_in[1], first), (base.final, first + second)):
+        torch.testing.assert_close(found, wanted)
 
 
 def iter_flag(model):
@@ -106,17 +170,18 @@ def test_an_edge_carries_only_its_own_writer():
 
 
 @pytest.mark.parametrize(
-    "family, with_gates, step",
-    [("gpt2", False, 1e-5), ("gpt_neox", False, 1e-5), ("gpt2", True, 1e-5), ("gpt_neox", True, 1e-5)]
+    "family, with_gates, step, ablation",
+    [(family, gates, 1e-5, "corrupted") for family in ("gpt2", "gpt_neox") for gates in (False, True)]
     # RMS norms compute in fp32 whatever they are given: a wider step, and no gates that it could flip.
-    + [(family, False, 2e-3) for family in ("llama", "qwen3", "olmo2", "gemma3_text")],
+    + [(family, False, 2e-3, "corrupted") for family in ("llama", "qwen3", "olmo2", "gemma3_text")]
+    + [("gpt2", False, 1e-5, "mean"), ("gpt2", False, 1e-5, "zero"), ("gpt_neox", False, 1e-5, "mean")],
 )
-def test_eap_is_the_derivative_of_exact_patching(family, with_gates, step):
+def test_eap_is_the_derivative_of_exact_patching(family, with_gates, step, ablation):
     """Every edge, by central differences. Gates held still: where none flips, that is the derivative."""
     model = (gated(family) if with_gates else tiny_model(family)).double()
     decoder, prompts = Decoder(model, straight_through=False), random_prompts(2, 6)
-    scores = eap(decoder, prompts)
-    patcher, c = Patcher(decoder, prompts), decoder.components
+    scores = eap(decoder, prompts, ablation=ablation)
+    patcher, c = Patcher(decoder, prompts, ablation), decoder.components
     edges = np.flatnonzero(c.possible)
     masks = torch.from_numpy(c.possible).double().flatten().repeat(2 * len(edges), 1)
     rows = torch.arange(len(edges))
@@ -151,7 +216,9 @@ def test_weights_average_over_the_stretch_an_edge_covers():
     assert np.allclose(np.array(points) @ weights, 1 - shares / 2)
     assert np.allclose(weights[:, 0], [0, 0, 0, 0, 1], atol=1e-6)
     assert np.allclose(np.trapezoid(np.exp(points), points), np.exp(points) @ weights[:, -1])
-    assert path_points(0, "own") == path_points(1, "own") == [1.0]
+    assert path_points(0, "own") == path_points(1, "own") == path_points(1, "whole") == [1.0]
+    assert path_points(5, "whole") == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9])  # midpoints
+    assert points == pytest.approx([0, 7 / 16, 3 / 4, 15 / 16, 1]) and path_points(2, "own") == [0, 1]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "olmo2"])

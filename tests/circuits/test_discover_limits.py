@@ -16,7 +16,7 @@ from sparselens.circuits.circuit import Circuit
 from sparselens.circuits.compare import compare
 from sparselens.circuits.discover import discover, prepare
 from sparselens.circuits.faithfulness import NoEffect
-from sparselens.circuits.heads import open_edges
+from sparselens.circuits.heads import HeadPatcher, open_edges
 from sparselens.circuits.run import Patcher
 from sparselens.circuits.scores import eap
 from sparselens.config import Gate, Search
@@ -85,6 +85,44 @@ def test_pairs_outside_a_window_are_no_pairs(family):
     found = open_edges(model, prompts)
     assert found["n_proven_absent"] == 0  # every gate is open
     assert AttentionPatcher(Decoder(model), prompts).possible.sum() == found["n_open"]
+
+
+def test_open_pairs_by_hand():
+    """Five prompts of eight tokens, three of seven: the five count. Two at a time, or all at once."""
+    model, prompts = install_gates(tiny_model("llama"), Gate(bias=0.0)), random_prompts(8, 8)
+    prompts.lengths[:3] = 7
+    prompts = dataclasses.replace(prompts, pairs=tuple(Pair(f"prompt {i}", "", "", "") for i in range(8)))
+    with torch.no_grad():
+        output = model(prompts.clean[3:], use_cache=False, output_attentions=True, gate_output="pattern")
+    pattern = torch.stack(output.attentions).double()  # [layers, batch, heads, queries, keys]
+    share, weight = (pattern > 0).double().mean(1), pattern.mean(1)
+    for found in (open_edges(model, prompts), open_edges(model, prompts, at_once=2)):
+        assert (found["n_prompts"], found["length"], found["n_possible"]) == (5, 8, 2 * 4 * 36)
+        assert found["example"] == "prompt 3"
+        assert found["n_open"] == int((share > 0).sum()) == len(found["open"]) > 50
+        assert found["n_proven_absent"] == found["n_possible"] - found["n_open"] > 0
+        assert found["open_per_prompt"] == pytest.approx(float((pattern > 0).sum() / 5))
+        for *at, part, mean in found["open"]:
+            assert part == pytest.approx(float(share[tuple(at)]), abs=1e-4)
+            assert mean == pytest.approx(float(weight[tuple(at)]), abs=1e-5)
+        means = [row[-1] for row in found["open"]]
+        assert means == sorted(means, reverse=True)
+    assert open_edges(model, prompts, most=7)["open"] == found["open"][:7]
+
+
+def test_progress_counts_every_circuit_once():
+    """In pieces of two of five prompts; three circuits."""
+    model, prompts = tiny_model("llama"), random_prompts(5, 8)
+    patchers = [Patcher(Decoder(model), prompts, memory_mb=0.02), AttentionPatcher(Decoder(model), prompts)]
+    patchers[1].at_once = 2
+    for patcher in patchers:
+        possible = patcher.possible if patcher is patchers[1] else patcher.decoder.components.possible
+        counts: list[int] = []
+        patcher.run(np.stack([possible] * 3), counts.append)
+        assert sum(counts) == 3
+    counts = []
+    HeadPatcher(model, prompts, at_once=2).run([[], [(0, 1)], [(1, 1)]], counts.append)
+    assert counts == [1, 1, 1]
 
 
 @pytest.mark.parametrize("gates", [False, True])

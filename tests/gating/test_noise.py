@@ -1,7 +1,40 @@
+"""The noise of the gates: bit by bit as written down, and as independent draws would be."""
+
 import pytest
 import torch
 
-from sparselens.gating.reference import layer_seed, uniform
+from sparselens.gating.reference import _signed, later_seed, layer_seed, uniform
+
+WORD = 0xFFFFFFFF
+
+
+def mix(x: int) -> int:
+    x = (x ^ x >> 16) * 0x7FEB352D & WORD
+    x = (x ^ x >> 15) * 0x846CA68B & WORD
+    return x ^ x >> 16
+
+
+def draw(seed: int, row: int, query: int, key: int) -> float:
+    """One number by the formulas of the specification, in Python's own integers. row: batch * n_heads + head."""
+    word = mix(mix(seed + 0x9E3779B9 * row & WORD) + query & WORD)
+    bits = (word | 1) * mix(key + 0x68E31DA4 & WORD) + mix(word + 0x9E3779B9 & WORD) & WORD
+    return ((bits >> 9) + 0.5) / 2**23
+
+
+@pytest.mark.parametrize("seed", [0, 12345, 2**31, 2**32 - 1])
+def test_bit_by_bit(seed):
+    found = uniform(seed, 2, 3, 4, 6, "cpu")
+    wanted = [
+        [[[draw(seed, 3 * b + h, q, k) for k in range(6)] for q in range(2, 6)] for h in range(3)] for b in (0, 1)
+    ]
+    assert torch.equal(found, torch.tensor(wanted, dtype=torch.float64).float())
+    assert torch.equal(uniform(later_seed(seed, 1, 3), 1, 3, 4, 6, "cpu"), found[1:]), "a batch in parts"
+    # splitmix64 of seed and layer
+    z = (seed * 0x9E3779B97F4A7C15 + 5 * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    assert layer_seed(seed, 5) == (z ^ z >> 31) % 2**32
+    assert [_signed(word) for word in (2**31 - 1, 2**31, 2**32 - 1, 2**32)] == [2**31 - 1, -(2**31), -1, 0]
 
 
 def test_uniform_moments_and_independence():

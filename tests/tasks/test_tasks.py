@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from sparselens import tasks
 from sparselens.data.batches import separator_id
 from sparselens.tasks import Pair, Task, register_task
-from sparselens.tasks.prompts import Rejected, build, collate, tokenize
+from sparselens.tasks.prompts import Prompts, Read, Rejected, build, collate, tokenize
 from sparselens.tasks.words import Words
 
 
@@ -163,6 +163,26 @@ def test_logit_metric_takes_the_best_wrong_answer():
     assert prompts.correct(prompts.score(logits)).all()
 
 
+def test_logit_metric_is_the_mean_over_the_reads_that_decide():
+    """Three decide, one of them with several answers; one has no wrong token, one is not there: neither counts."""
+    prompts = Prompts(
+        metric="logit", clean=torch.zeros(2, 5, dtype=torch.long), corrupted=torch.zeros(2, 5, dtype=torch.long),
+        lengths=torch.tensor([5, 5]), position=torch.arange(5).expand(2, -1),
+        right=torch.tensor([[[0, -1], [1, 2], [0, -1], [3, -1], [0, -1]], [[0, -1]] * 5]),
+        wrong=torch.tensor([[[1, -1], [3, -1], [4, 5], [-1, -1], [1, -1]], [[5, 4]] * 5]),
+        through=torch.full((2, 5), -1), used=torch.tensor([[True] * 4 + [False], [True] + [False] * 4]), pairs=(),
+    )  # fmt: skip
+    logits = torch.zeros(2, 5, 6)
+    logits[0, 0, :2] = torch.tensor([4.0, 1.0])  # 3
+    logits[0, 1, 1:4] = torch.tensor([2.0, 7.0, 1.0])  # 6, by the better of two right ones
+    logits[0, 2, [0, 4, 5]] = torch.tensor([-1.0, 0.5, 2.0])  # -3, by the better of two wrong ones
+    logits[0, 3, 3] = logits[0, 4, 0] = 100.0
+    logits[1, 0, 0] = 0.5
+    assert prompts.score(logits).tolist() == [2.0, 0.5]
+    turned = prompts.score(torch.stack([logits, -logits]))  # -3, -1 and 1.5
+    torch.testing.assert_close(turned, torch.tensor([[2.0, 0.5], [-2.5 / 3, -0.5]]))
+
+
 def test_log_probability_without_wrong_answers():
     words = Words(character_tokenizer())
     prompts = collate([tokenize(Pair("ab", "cd", "xy"), words)], "log-probability")
@@ -170,6 +190,85 @@ def test_log_probability_without_wrong_answers():
     log_p = logits.log_softmax(-1)
     expected = log_p[0, 0, words.encode("x")[0]] + log_p[0, 1, words.encode("y")[0]]
     assert torch.allclose(prompts.score(logits), expected[None])
+
+
+def test_answers_that_stand_in_the_prompt_are_read_there():
+    """1234 against 1534: one read, at the second of the last four tokens; it settles, and leaves nothing open."""
+    words = Words(character_tokenizer())
+    item = tokenize(Pair("a:1234", "b:1234", "1234", "1534", filled=True), words)
+    two, five = words.encode("2")[0], words.encode("5")[0]
+    assert item.reads == (Read(3, (two,), (five,), -1),) and item.clean == tuple(words.encode("a:1234"))
+    both = tokenize(Pair("a:1234", "b:1234", "1234", "2234", filled=True), words), item
+    logits = torch.randn(2, 1, len(words.tokenizer))
+    p, log_p = logits.softmax(-1)[:, 0], logits.log_softmax(-1)[:, 0]
+    one = words.encode("1")[0]
+    wanted = torch.stack([p[0, one] - p[0, two], p[1, two] - p[1, five]])
+    torch.testing.assert_close(collate(list(both), "probability").score(logits), wanted)
+    wanted = torch.stack([log_p[0, one], log_p[1, two]])
+    torch.testing.assert_close(collate(list(both), "log-probability").score(logits), wanted)
+    whole = tokenize(Pair("12", "34", "12", "13", filled=True), words)  # nothing but the answer
+    assert whole.reads[0].position == 1
+    for answer, wrong, reason in (("1234", "123", "differ in length"), ("1234567", "1234568", "differ in length"),
+                                  ("1234", "1234", "are the same")):  # fmt: skip
+        with pytest.raises(Rejected, match=reason):
+            tokenize(Pair("a:1234", "b:1234", answer, wrong, filled=True), words)
+
+
+def test_prompts_of_different_lengths_side_by_side():
+    """One answer of two tokens, one of three that may be any; padding and missing reads are marked and do not count."""
+    words = Words(character_tokenizer())
+    a, b, x, y, z = (words.encode(c)[0] for c in "abxyz")
+    long = tokenize(Pair("abab", "baba", "xy"), words)
+    short = tokenize(Pair("ab", "ba", ("x", "y", "z")), words)
+    prompts = collate([long, short], "log-probability")
+    assert prompts.clean.tolist() == [[a, b, a, b, x], [a, b, 0, 0, 0]] and prompts.lengths.tolist() == [5, 2]
+    assert prompts.corrupted.tolist() == [[b, a, b, a, x], [b, a, 0, 0, 0]]
+    assert prompts.position[0].tolist() == [3, 4] and prompts.position[1, 0] == 1
+    assert prompts.right.tolist() == [[[x, -1, -1], [y, -1, -1]], [[x, y, z], [-1, -1, -1]]]
+    assert prompts.through.tolist() == [[x, -1], [-1, -1]] and (prompts.wrong == -1).all()
+    assert prompts.used.tolist() == [[True, True], [True, False]]
+    logits = torch.randn(2, 2, len(words.tokenizer))
+    log_p = logits.log_softmax(-1)
+    wanted = torch.stack([log_p[0, 0, x] + log_p[0, 1, y], log_p[1, 0, [x, y, z]].logsumexp(0)])
+    torch.testing.assert_close(prompts.score(logits), wanted)
+    logits[0, 0, x] = logits[0, 1, y] = logits[1, 0, z] = 100
+    assert prompts.correct(prompts.score(logits), logits).tolist() == [True, True]
+    logits[0, 0, y] = logits[1, 0, a] = 200
+    assert prompts.correct(prompts.score(logits), logits).tolist() == [False, False]
+    for answer in ("", ()):
+        with pytest.raises(Rejected, match="an answer without tokens"):
+            tokenize(Pair("ab", "ba", answer), words)
+    with pytest.raises(Rejected, match="some longer than a token"):
+        tokenize(Pair("ab", "ba", ("x", "yz")), words)
+    some = prompts.take(torch.tensor([False, True]))
+    assert some.clean.tolist() == prompts.clean[1:].tolist() and some.pairs == (short.pair,)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_token_0_is_a_token_like_any_other(first):
+    """ab against ac, read through a, and a against b at once, where a is token 0 or token 1."""
+    words = Words(character_tokenizer("abc xyz" if first == 0 else "xabc yz"))
+    a, b, c = (words.encode(letter)[0] for letter in "abc")
+    assert a == first
+    logits = torch.randn(1, 2, 8)
+    p, log_p = logits.softmax(-1)[0], logits.log_softmax(-1)[0]
+    pair = Pair("x", "y", "ab", "ac")
+    found = collate([tokenize(pair, words)], "probability").score(logits)
+    torch.testing.assert_close(found[0], p[0, a] * (p[1, b] - p[1, c]))
+    both = [tokenize(pair, words), tokenize(Pair("x", "y", "b", "c"), words)]  # of two reads and of one
+    found = collate(both, "probability").score(logits.expand(2, -1, -1))
+    for metric in ("logit", "probability", "log-probability"):  # several circuits at once, each by itself
+        prompts, several = collate(both, metric), torch.randn(3, 2, 2, 8)
+        torch.testing.assert_close(prompts.score(several), torch.stack([prompts.score(one) for one in several]))
+    torch.testing.assert_close(found, torch.stack([p[0, a] * (p[1, b] - p[1, c]), p[0, b] - p[0, c]]))
+    found = collate([tokenize(Pair("x", "y", "ab"), words)], "log-probability").score(logits)
+    torch.testing.assert_close(found[0], log_p[0, a] + log_p[1, b])
+    found = collate([tokenize(pair, words)], "logit").score(logits)
+    torch.testing.assert_close(found[0], logits[0, 1, b] - logits[0, 1, c])
+    for right, wrong, sign in (("a", "b", 1), ("b", "a", -1)):
+        prompts = collate([tokenize(Pair("x", "y", right, wrong), words)], "logit")
+        assert prompts.position.tolist() == [[0]]
+        torch.testing.assert_close(prompts.score(logits[:, :1])[0], sign * (logits[0, 0, a] - logits[0, 0, b]))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +299,23 @@ def test_registry_takes_a_new_task_and_names_the_known_ones():
         a, b = rng.sample("abcdefgh", 2)
         return Pair(f"say {a}", f"say {b}", a, b)
 
-    assert len(build(tasks.find("letters"), character_tokenizer(), 4, say=lambda text: None)) == 4
+    said: list[str] = []
+    assert len(build(tasks.find("letters"), character_tokenizer(), 4, say=said.append)) == 4 and len(said) < 2
+    prompts = build(tasks.find("letters"), character_tokenizer(), 100, say=said.append)  # there are eight
+    assert len(prompts) == len({pair.clean for pair in prompts.pairs}) == 8 and "8 pairs kept" in said[-1]
+    said.clear()
+    fixed = Task("fixed", None, "logit", tuple(Pair(f"say {a}", "say z", a, "z") for a in "abcdef"))
+    for n in (5, 6, 9):
+        assert len(build(fixed, character_tokenizer(), n, say=said.append)) == min(n, 6) and not said
+    numbers = iter(range(10**6))
+    endless = Task("endless", lambda rng, words: Pair(f"say {next(numbers) % 10**5}", "say", "a", "b"), "logit")
+    with pytest.raises(ValueError, match="no usable pair"):
+        build(endless, character_tokenizer(), 3, say=said.append)
+    assert next(numbers) == 60, "twenty tries for each"
+    made = Task(
+        "made", lambda rng, words: Pair(f"say {next(numbers):05}", f"ask {next(numbers):05}", "a", "b"), "logit"
+    )
+    assert len(build(made, character_tokenizer(), 3, say=said.append)) == 3 and not said
     with pytest.raises(ValueError, match=r"unknown task 'ioy': expected one of .*ioi"):
         tasks.find("ioy")
 

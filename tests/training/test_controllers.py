@@ -91,6 +91,38 @@ def test_weight_is_lambda_over_one_plus_lambda():
     assert c.weight == pytest.approx(0.75)
 
 
+def test_three_steps_of_the_constraint_by_hand():
+    """With every default: slack until 0.6, rate 0.03, urgency 3, memory 0.95."""
+    c = Constraint(target=3.0, tolerance=1.0, slack=1.0)
+    c.step(4.0, 0.5, 0.3)  # slack 0.5; 0.5 above in units of 1 + 0.25 * 0.5
+    assert (c.average, c.noise) == (4.0, 0.0) and c.log_lambda == pytest.approx(0.03 * 3 * 0.5 / 1.125)
+    before = c.log_lambda
+    c.step(3.6, 0.5, 0.3)  # noise 0.05 * 0.4, mean 0.95 * 4 + 0.05 * 3.6
+    assert (c.average, c.noise) == (pytest.approx(3.98), pytest.approx(0.02))
+    assert c.log_lambda - before == pytest.approx(0.03 * 3 * 0.48 / (1 + 0.2 * 0.02 + 0.125))
+    c.correct(3.4)
+    assert c.correction == pytest.approx(-0.29)
+    c.correct(3.4)
+    assert c.correction == pytest.approx(-0.435)
+    before = c.log_lambda
+    c.step(2.98, 0.5, 0.7)  # no slack left; noise 0.019 + 0.05, mean 3.93: the correction leaves 3.495, 0.495 above
+    assert c.log_lambda - before == pytest.approx(0.03 * 3 * 0.495 / (1 + 0.2 * 0.069))
+    before, c.average = c.log_lambda, 2.0
+    c.step(2.0, 0.5, 0.7)  # 1.435 below 3.435: full speed down, not urgent
+    assert c.log_lambda - before == pytest.approx(-0.03)
+    c.average, c.tolerance, c.noise = 2.98 + 0.435, 1.0, 0.0
+    before = c.log_lambda
+    c.step(2.98 + 0.435, 0.5, 0.7)  # 0.02 below: slowly down
+    assert c.log_lambda - before == pytest.approx(-0.03 * 0.02)
+    for loss, bound in ((9.0, 2.0), (0.0, -8.0)):
+        for _ in range(2000):
+            c.step(loss, 0.5, 1.0)
+        assert c.log_lambda == bound and c.loss_weight == pytest.approx(math.exp(bound))
+    c.log_lambda = math.log(3)
+    assert c.objective(torch.tensor(8.0), torch.tensor(0.4)).item() == pytest.approx(0.75 * 8 + 0.25 * 0.4)
+    assert c.met(2.5, 0.5, 1.0) and not c.met(2.6, 0.5, 0.0) and c.sampled(1.0)
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=100), st.floats(0, 1))
 def test_state_stays_finite_and_bounded(losses, slack):
@@ -109,6 +141,7 @@ def test_constraint_ranks_meeting_over_density_and_loss_over_nothing():
     assert rank(2.9, 0.0, 0.9) < rank(4.0, 0.0, 0.1), "meets it"
     assert rank(2.9, 0.0, 0.4) < rank(2.5, 0.0, 0.5), "both meet it: sparser"
     assert rank(2.9, 0.0, 0.4) < rank(3.0, 0.02, 0.1), "sparser, but not surely within the target"
+    assert rank(2.5, 0.5, 0.4) == [0.0, 0.4] and rank(2.6, 0.5, 0.4) == [1.0, 2.6], "as checkpoints have them"
 
 
 # ---- the budget ------------------------------------------------------------------------------------------------------
@@ -209,6 +242,41 @@ def test_budget_ranks_within_over_outside_and_then_by_loss():
     assert rank(3.1, 0.0, 0.01) < rank(3.2, 0.0, 0.001), "both within: lower loss"
     assert rank(9.0, 0.0, 0.02) < rank(1.0, 0.0, 0.03), "both outside: closer to the budget"
     assert budget().met(2.9, 0.05, 0.01) and not budget().met(2.99, 0.05, 0.01) and not budget().met(2.0, 0.0, 0.02)
+
+
+def test_steps_of_the_budget_by_hand():
+    """With every default: closing 0.2, margin 0.03, memory 0.8, rate 0.02 and 3 times that, relief 1.5, gain 1."""
+    b = budget()
+    assert b.allowed(0.0) == 1.0, "before the first step"
+    b.step(3.0, 0.5, 0.0)
+    assert (b.start, b.open, b.average, b.unit, b.integral, b.log_pressure) == (0.5, 0.5, 3.0, 0.5, -4.0, -4.0)
+    b.step(4.0, 0.4, 0.02)
+    assert b.open == pytest.approx(0.48) and b.average == pytest.approx(3.05)
+    assert b.unit == pytest.approx(0.5 * (0.0097 / 0.5) ** 0.1)
+    error = math.log(0.48 / b.unit)
+    assert 0.3 < error < 0.4 and b.integral == pytest.approx(-4 + 0.02 * error)
+    assert b.log_pressure == pytest.approx(b.integral + error)
+    assert b.sampled(0.19) and not b.sampled(0.2) and not b.stands
+    b.open = 0.01
+    before = b.integral
+    b.step(3.0, 0.01, 0.2)
+    error = math.log(0.01 / 0.0097)
+    assert b.stands and b.integral == pytest.approx(before - 1.5 + 3 * 0.02 * error)
+    assert b.objective(torch.tensor(2.0), torch.tensor(0.3)).item() == pytest.approx(
+        2 + math.exp(b.log_pressure) / 0.0097 * 0.3
+    )
+    assert b.loss_weight == pytest.approx(math.exp(-b.log_pressure))
+    b.integral, b.open = -2.0, 1e-4
+    b.step(3.0, 0.0, 1.0)  # far below: full speed down, and at once by the gain
+    assert b.integral == pytest.approx(-2.06) and b.log_pressure == pytest.approx(-3.06)
+    for density, bound in ((0.5, 1.0), (0.0, -9.0)):
+        for _ in range(400):
+            b.step(3.0, density, 1.0)
+        assert b.log_pressure == b.integral == bound
+    assert b.met(2.5, 0.5, 0.01) and b.rank(2.0, 0.1, 0.01) == [0.0, 2.0] and b.rank(2.0, 0.1, 0.02) == [1.0, 0.02]
+    sparse = Budget(target=3.0, density=0.5)
+    sparse.step(3.0, 0.1, 0.0)
+    assert sparse.allowed(0.0) == sparse.allowed(0.1) == 0.5 * 0.97, "sparser than the budget from the start"
 
 
 @settings(max_examples=50, deadline=None)

@@ -77,6 +77,9 @@ def test_learning_rate_rises_stays_and_falls():
     factors = [learning_rate(step, settings) for step in range(100)]
     assert factors[0] == pytest.approx(0.1) and factors[9] == factors[50] == 1.0
     assert factors[99] == pytest.approx(0.05 + 0.95 / 50)
+    assert factors[74] == pytest.approx(0.05 + 0.95 * 26 / 50) and factors[4] == pytest.approx(0.5)
+    short = Training(steps=4, warmup=0.1, decay=0.1)  # both of less than a step
+    assert [learning_rate(step, short) for step in range(4)] == [1.0] * 4
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

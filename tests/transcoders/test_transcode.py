@@ -1,11 +1,13 @@
 """Training transcoders on tiny models: exact folding, exact resume, honest numbers."""
 
 import json
+import math
 import os
 import signal
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny_models import CONFIGS, tiny_model, tiny_tokenizer
 
 import sparselens as sl
@@ -15,7 +17,7 @@ from sparselens.runs.run import Metrics
 from sparselens.training.engine import Interrupted
 from sparselens.training.measure import forward
 from sparselens.transcoders import transcode as transcoding
-from sparselens.transcoders.evaluation import measure_fit, measure_replacement
+from sparselens.transcoders.evaluation import Fit, Variance, measure_fit, measure_replacement
 from sparselens.transcoders.losses import Learner
 from sparselens.transcoders.mlp_hooks import observe, replaced
 from sparselens.transcoders.transcoder import Transcoder
@@ -158,6 +160,53 @@ def test_normalised_outputs_make_the_error_the_fvu():
     assert (l0 > 0.5 * 4).all() and (l0 < 3 * 4).all(), "about k features are active at the start"
 
 
+def test_features_start_where_the_data_is():
+    """Every encoder a token's direction, half as much noise added; active on k / n_features of the tokens."""
+    made = Learner(3, 6, Transcode(**(QUICK | {"features": 20, "k": 5, "threshold": 0.1})))
+    inputs, outputs = activations()
+    made.begin(inputs, outputs)
+    generator = torch.Generator().manual_seed(made.settings.seed)
+    for layer, (x, y) in enumerate(zip(inputs, outputs, strict=True)):
+        for rows, mean, scale in ((x, made.input_mean, made.input_scale), (y, made.output_mean, made.output_scale)):
+            torch.testing.assert_close(mean[layer], rows.mean(0))
+            assert scale[layer].item() == pytest.approx(((rows - rows.mean(0)) ** 2).mean().item() ** 0.5)
+        x = (x - made.input_mean[layer]) / made.input_scale[layer]
+        token = x[torch.randint(40, (20,), generator=generator)]
+        noise = torch.randn(20, 6, generator=generator)
+        mixed = token / token.norm(dim=1, keepdim=True) + 0.5 * noise / noise.norm(dim=1, keepdim=True)
+        W_enc = made.transcoder.W_enc[layer]
+        torch.testing.assert_close(W_enc, mixed / mixed.norm(dim=1, keepdim=True))
+        pre = x @ W_enc.T + made.transcoder.b_enc[layer]
+        # Ten of forty tokens, the tenth at twice the threshold.
+        torch.testing.assert_close(pre.sort(0, descending=True).values[9], torch.full((20,), 0.2))
+    assert made.transcoder.b_dec[0].abs().max() == made.transcoder.W_dec[0].abs().max() == 0
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_dead_features_are_pulled_towards_the_worst_tokens(activation):
+    """The third term as written: relu(threshold - z) of dead features, tokens weighted by their squared error."""
+    made = learner(activation=activation, dead_penalty=0.25, dead_after=100).double()
+    inputs, outputs = ([one.double() for one in side] for side in activations(seed=1))
+    made.silent[0, :4], made.silent[0, 4], made.silent[2, 7] = 100, 99, 300
+    losses = made(inputs, outputs)
+    errors, sparsity, a = naive_losses(made, inputs, outputs)
+    guesses, wanted = made.transcoder.decode(a), 0.0
+    for layer, dead in ((0, [0, 1, 2, 3]), (2, [7])):
+        x = (inputs[layer] - made.input_mean[layer]) / made.input_scale[layer]
+        y = (outputs[layer] - made.output_mean[layer]) / made.output_scale[layer]
+        error = ((guesses[layer] - y) ** 2).mean(1).detach()
+        z = x @ made.transcoder.W_enc[layer].T + made.transcoder.b_enc[layer]
+        chosen = a[layer] != 0
+        level = made.log_threshold[layer].exp()[dead] if activation == "jumprelu" else z[chosen].min()
+        wanted = wanted + ((level - z[:, dead]).clamp(min=0).sum(1) * error).sum() / error.sum()
+    torch.testing.assert_close(losses.dead, wanted)
+    torch.testing.assert_close(made.loss(losses, 0.05), errors.sum() + 0.05 * sparsity + 0.25 * wanted)
+    before = made.silent.clone()
+    made.note_fired(losses, 40)
+    fired = torch.stack([(one > 0).any(0) for one in a])
+    assert torch.equal(made.silent, torch.where(fired, 0.0, before + 40)) and 0 < fired.sum() < fired.numel()
+
+
 def test_dead_features_come_back():
     """Features pushed far below their thresholds are dead without the penalty and active again with it."""
 
@@ -245,6 +294,41 @@ def test_fit_against_naive():
         centred = (y - y.mean((0, 1))).pow(2)
         assert fit.fvu_after_first[layer] == pytest.approx((error.sum() / centred.sum()).item(), rel=1e-5)
         assert fit.l0[layer] == pytest.approx((t.encode(layer, inputs[layer]) > 0).float().sum(-1).mean().item())
+
+
+def test_losses_with_mlps_replaced_and_silent():
+    """On the first three held-out sequences, one of them faultless; recovered: of what silent MLPs cost."""
+    model, t, batches = tiny_model("llama"), Transcoder.random(2, 30, 32), Words()
+    batch = {name: value.clone() for name, value in batches.heldout(0, 4).items()}
+    with torch.no_grad():
+        batch["labels"][1] = model(batch["input_ids"]).logits[1].argmax(-1)
+    batches.heldout = lambda start, count: {name: value[start : start + count] for name, value in batch.items()}
+    found = measure_replacement(model, t, batches, 3)
+
+    def loss():
+        with torch.no_grad():
+            logits = model(batch["input_ids"][:3]).logits
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:3].flatten()).item()
+
+    assert found["model_loss"] == pytest.approx(loss(), rel=1e-5) and found["model_exact"] == pytest.approx(1 / 3)
+    with replaced(model, t):
+        assert found["replacement_loss"] == pytest.approx(loss(), rel=1e-5)
+    with sl_patch(model, {"m0": 0.0, "m1": 0.0}):
+        assert found["zero_loss"] == pytest.approx(loss(), rel=1e-5)
+    lost, back = found["zero_loss"] - found["model_loss"], found["zero_loss"] - found["replacement_loss"]
+    assert found["loss_recovered"] == pytest.approx(back / lost, rel=1e-4) and found["replacement_exact"] == 0
+
+
+def test_fractions_of_variance_by_hand():
+    """Outputs 1 and 3, guesses 2 and 3: an error of 1, of 2 around the mean; in two parts as in one."""
+    whole, parts, nothing = Variance(1), Variance(1), Variance(1)
+    true, guess = torch.tensor([[1.0], [3.0]]), torch.tensor([[2.0], [3.0]])
+    whole.add(true, guess)
+    for i in range(2):
+        parts.add(true[i : i + 1], guess[i : i + 1])
+    assert whole.fvu() == parts.fvu() == 0.5 and math.isnan(nothing.fvu())
+    fit = Fit([0.5, 0.25], [0.5, 0.75], [3.0, 5.0], 0.9).row()
+    assert (fit["fvu"], fit["l0"], fit["used_share"]) == (0.375, 4.0, 0.9)
 
 
 def test_padding_counts_nowhere():

@@ -37,6 +37,7 @@ def test_reconstruction_is_the_double_sum(cross_layer, activation):
 def test_the_sparse_path_writes_what_the_dense_one_does(cross_layer, activation):
     t = double(cross_layer=cross_layer, activation=activation)
     activations = [t.encode(layer, torch.randn(4, 5, 8, dtype=torch.float64)) for layer in range(3)]
+    activations[1][0, 0, :3] = 1.0  # a number like any other
     dense = t.decode(activations)
     for m in range(3):
         sources = range(m + 1) if cross_layer else [m]
@@ -148,6 +149,9 @@ def test_topk_takes_the_largest_of_each_token_batchtopk_of_all():
     assert batch_topk_mask(pre, 2).tolist() == [[True, True, False, False], [True] * 4, [False] * 4]
     assert batch_topk_threshold(pre, 2) == pytest.approx(1.5)
     assert batch_topk_threshold(pre, 4) == 0.0
+    assert batch_topk_threshold(-pre, 3) == 0.0, "never below zero"
+    close = torch.tensor([[1.0, 1.0 - 2**-24]])  # neighbours: their middle rounds to the larger, which must stay active
+    assert batch_topk_threshold(close, 1) == 1.0 - 2**-24
 
 
 def test_batchtopk_becomes_jumprelu_with_the_same_activations():
@@ -270,6 +274,11 @@ def test_unknown_hooks_are_refused(folder):
 def test_impossible_transcoders(options, complaint):
     with pytest.raises(ValueError, match=complaint):
         Transcoder(2, 6, 4, **options)
+
+
+def test_possible_ks():
+    for k in (1, 4):
+        assert Transcoder(1, 4, 2, activation="topk", k=k).k == k
 
 
 def test_public_names():
