@@ -10,46 +10,33 @@
 import copy
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from ..models.architectures import base_model, dimensions
 from ..tasks.words import Words
+from ..transcoders.transcoder import Transcoder
 from .graph import BIAS, KINDS, LOGIT, Graph
 from .linear_model import TOLERANCE, Frozen, exact
 from .rows import TargetRow
 from .sources import Replacement
 from .targets import choose_targets, text_of
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from ..transcoders.transcoder import Transcoder
-
 ROUNDS = 24  # influence is computed anew about this many times while the graph grows
 
 
 @exact
 def attribution_graph(
-    model: nn.Module,
-    tokenizer: "PreTrainedTokenizerBase",
-    transcoder: "Transcoder",
-    prompt: str | Sequence[int] | Tensor,
-    target: Any = None,
-    *,
-    position: int | None = None,
-    budget: int = 1000,
-    edges_per_row: int = 4096,
-    mass: float = 0.95,
-    most_targets: int = 10,
-    nodes: float = 0.8,
-    edges: float = 0.98,
-    memory_mb: float = 1024,
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, transcoder: Transcoder,
+    prompt: str | Sequence[int] | Tensor, target: Any = None, *,
+    position: int | None = None, budget: int = 1000, edges_per_row: int = 4096, mass: float = 0.95,
+    most_targets: int = 10, nodes: float = 0.8, edges: float = 0.98, memory_mb: float = 1024,
     show_progress: bool = False,
-) -> Graph:
+) -> Graph:  # fmt: skip
     """The attribution graph of a prompt: who feeds whom, and how much, with every row adding up exactly.
 
     prompt, target, mass, most_targets: as `sl.trace` takes them. position: whose output is explained; None: the last.
@@ -77,7 +64,7 @@ def attribution_graph(
     return graph.prune(nodes, edges)
 
 
-def prompt_ids(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", prompt: str | Sequence[int] | Tensor) -> Tensor:
+def prompt_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int] | Tensor) -> Tensor:
     """The prompt's tokens [T], where the model is. Text gets the token in front that training sequences start with."""
     tokens: Any = prompt
     if isinstance(prompt, str):  # nothing but the token put in front is no prompt
@@ -121,7 +108,7 @@ class _Growing:
         replacement: Replacement,
         targets: list[TargetRow],
         prompt: str,
-        tokenizer: "PreTrainedTokenizerBase",
+        tokenizer: PreTrainedTokenizerBase,
         most: int,
     ):
         self.replacement, self.targets, self.prompt, self.most = replacement, targets, prompt, most
@@ -193,28 +180,20 @@ class _Growing:
         frozen, transcoder = self.replacement.frozen, self.replacement.transcoder
         edges, nodes, tail = self._edge_columns(), self.replacement.node_columns(), len(self.targets)
         logits = {
-            "kind": torch.full((tail,), LOGIT),
-            "layer": torch.full((tail,), frozen.dims.n_layers),
+            "kind": torch.full((tail,), LOGIT), "layer": torch.full((tail,), frozen.dims.n_layers),
             "position": torch.full((tail,), self.replacement.logit_position),
             "index": torch.tensor([-1 if t["token"] is None else t["token"] for t in self.targets]),
             "value": edges["row_value"][:tail],
-        }
+        }  # fmt: skip
         columns: dict[str, Any] = {n: torch.cat([nodes[n], logits[n].to(nodes[n])]) for n in nodes} | edges
-        return Graph(
-            prompt=self.prompt,
-            tokens=self.tokens,
-            targets=self.targets,
-            n_layers=frozen.dims.n_layers,
-            n_heads=frozen.dims.n_heads,
-            settings={
-                "cross_layer": transcoder.cross_layer, "input_hook": transcoder.input_hook,
-                "gated": frozen.decoder.gates is not None,
-                "dtype": str(frozen.final.dtype).removeprefix("torch."), "n_active": len(self.replacement.layer),
-                "n_features": transcoder.n_features, "self_check": frozen.check,
-            },
-            **columns,
-            live=self.replacement,
-        )  # fmt: skip
+        settings = {
+            "cross_layer": transcoder.cross_layer, "input_hook": transcoder.input_hook,
+            "gated": frozen.decoder.gates is not None, "dtype": str(frozen.final.dtype).removeprefix("torch."),
+            "n_active": len(self.replacement.layer), "n_features": transcoder.n_features, "self_check": frozen.check,
+        }  # fmt: skip
+        sizes = {"n_layers": frozen.dims.n_layers, "n_heads": frozen.dims.n_heads}
+        words = {"prompt": self.prompt, "tokens": self.tokens, "targets": self.targets, "settings": settings}
+        return Graph(**words, **sizes, **columns, live=self.replacement)
 
     def _edge_columns(self) -> dict[str, Tensor]:
         lengths = torch.cat(self.lengths)

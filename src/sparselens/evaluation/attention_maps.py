@@ -25,19 +25,13 @@ from ..tasks.words import Words, piece
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TEXTS = (
-    'The opposite of "large" is "',
-    "When Mary and John went to the store, John gave a drink to",
-)
+TEXTS = ('The opposite of "large" is "', "When Mary and John went to the store, John gave a drink to")
 FORMAT = 2  # of attention.json; 1 had no token in front of prompts
 MOST_TOKENS = 64  # a page shows this many without becoming a wall
 
 
 def attention_rows(
-    run: Run | Path | str,
-    prompts: tuple[str, ...] = (),
-    traced: Sequence[str] = (),
-    say: Callable[[str], None] = print,
+    run: Run | Path | str, prompts: tuple[str, ...] = (), traced: Sequence[str] = (), say: Callable[[str], None] = print
 ) -> dict[str, Any] | None:
     """The Run's attention/attention.json, made first if it is missing or old; None if the Run has no models yet.
 

@@ -20,8 +20,7 @@ from ..runs import distributed
 from ..runs.run import Run, check_folder, check_writable, provenance, reading, write_bytes, write_json
 from ..training.measure import in_bf16, measure
 from ..training.sparsify import loss_table, report_slice
-from .behaviour import behaviour as behaviour_of
-from .behaviour import check_one_vocabulary, markdown, read_prompts
+from .behaviour import behaviour as behaviour_of, check_one_vocabulary, markdown, read_prompts
 from .lm_eval import answer_benchmarks, benchmark_table, find_benchmarks
 
 if TYPE_CHECKING:
