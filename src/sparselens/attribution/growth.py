@@ -191,9 +191,8 @@ class _Growing:
             "gated": frozen.decoder.gates is not None, "dtype": str(frozen.final.dtype).removeprefix("torch."),
             "n_active": len(self.replacement.layer), "n_features": transcoder.n_features, "self_check": frozen.check,
         }  # fmt: skip
-        sizes = {"n_layers": frozen.dims.n_layers, "n_heads": frozen.dims.n_heads}
-        words = {"prompt": self.prompt, "tokens": self.tokens, "targets": self.targets, "settings": settings}
-        return Graph(**words, **sizes, **columns, live=self.replacement)
+        words, sizes = (self.prompt, self.tokens, self.targets), (frozen.dims.n_layers, frozen.dims.n_heads)
+        return Graph(*words, *sizes, settings, **columns, live=self.replacement)
 
     def _edge_columns(self) -> dict[str, Tensor]:
         lengths = torch.cat(self.lengths)

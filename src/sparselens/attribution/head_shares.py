@@ -301,8 +301,9 @@ class _Shares:
             for shares, slot, fixed in both:
                 here = (slot[0] == number).nonzero()[:, 0]
                 sides.append((*_links(shares[here], slot[1, here], fixed, top), shares[here].sum((0, 3)).cpu()))
-            links, rest, heads = zip(*sides, strict=True)
-            yield number, Carried(float(weight), *links, *rest, *heads, single, float(direct))
+            (departure, d_rest, d_heads), (arrival, a_rest, a_heads) = sides
+            links = (departure, arrival, d_rest, a_rest, d_heads, a_heads)
+            yield number, Carried(float(weight), *links, single, float(direct))
 
 
 def _strictly(pattern: Tensor, at: Tensor, side: str) -> Tensor:

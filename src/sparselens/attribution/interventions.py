@@ -70,9 +70,8 @@ class Edit(Rewrite):
             if not (0 <= layer < frozen.dims.n_layers and 0 <= head < frozen.dims.n_heads):
                 raise ValueError(f"no head {head} in layer {layer}: gates are named (layer, head, query, key)")
             if not 0 <= key <= query < frozen.n_tokens:
-                raise ValueError(
-                    f"no gate from query {query} to key {key}: expected 0 <= key <= query < {frozen.n_tokens}"
-                )
+                asked = f"no gate from query {query} to key {key}"
+                raise ValueError(f"{asked}: expected 0 <= key <= query < {frozen.n_tokens}")
             self.closed.setdefault(layer, []).append((head, query, key))
         self.silent: dict[int, list[int]] = {}
         for name in ablate:

@@ -16,9 +16,9 @@ from .cluster_rules import node_name
 from .clusters import Cluster, ClusterEdge, balance, carry_clusters, choose_edge, cluster_edges
 from .graph import LOGIT, Graph
 from .head_shares import Carried
-from .interventions import WAYS, EdgeCheck, agreement, check_changes, check_top
+from .interventions import EdgeCheck, agreement, check_changes, check_top
 from .qk_terms import explain_look
-from .rows import ChangeRow, ClusterRow, EdgeRow, LookRow, MainRow, MapRow, ModelRows, SinglesRow
+from .rows import ChangeRow, ClusterRow, EdgeRow, LookRow, MainRow, MapRow, ModelRows, SingleRow, SinglesRow
 
 FEATURES_LISTED = 8  # per cluster
 LOOKS = 3  # heads of the main edge whose logit is taken apart
@@ -138,17 +138,19 @@ def looks(graph: Graph, carried: Carried) -> list[LookRow]:
     return found
 
 
-def _interventions(graph: Graph, rows: list[EdgeCheck]) -> SinglesRow:
+def _interventions(graph: Graph, checks: list[EdgeCheck]) -> SinglesRow:
     """The strongest edges between single nodes, removed one by one."""
-    return {
-        "rows": [
-            {"source": graph.label(row["sources"][0]), "target": graph.label(row["targets"][0]),
-             "weight": row["weight"], **{name: row[name] for name in ("before", *WAYS)}}
-            for row in rows
-        ],
-        "agreement": agreement(rows),
-        "agreement_direct": agreement(rows, "predicted_direct", "measured_direct"),
-    }  # fmt: skip
+    rows: list[SingleRow] = [
+        {
+            "source": graph.label(check["sources"][0]), "target": graph.label(check["targets"][0]),
+            "weight": check["weight"], "before": check["before"], "predicted": check["predicted"],
+            "measured": check["measured"], "predicted_direct": check["predicted_direct"],
+            "measured_direct": check["measured_direct"],
+        }
+        for check in checks
+    ]  # fmt: skip
+    direct = agreement(rows, "predicted_direct", "measured_direct")
+    return {"rows": rows, "agreement": agreement(rows), "agreement_direct": direct}
 
 
 def tell(rows: ModelRows) -> str:

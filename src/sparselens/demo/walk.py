@@ -193,12 +193,9 @@ def flow_of(model: Any, a: int, b: int) -> dict[str, Any]:
     text = "".join(CHARACTERS[i] for i in inputs[0])
     attention = torch.stack(output.attentions)[:, 0]
     n_edges = int((attention > 0).sum()) if options else attention[..., 0].numel() * (POSITIONS + 1) // 2
-    return {
-        "input": text,
-        "output": text[:-ANSWER] + answer(model, a, b),
-        "edges": n_edges,
-        "attention": [[[[round(w, 6) for w in row] for row in head] for head in layer] for layer in attention.tolist()],
-    }  # fmt: skip
+    rounded = [[[[round(w, 6) for w in row] for row in head] for head in layer] for layer in attention.tolist()]
+    said = text[:-ANSWER] + answer(model, a, b)
+    return {"input": text, "output": said, "edges": n_edges, "attention": rounded}
 
 
 def _tell(run: Run, say: Callable[[str], None]) -> None:
