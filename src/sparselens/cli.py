@@ -130,9 +130,8 @@ class DiscoverCommand:
     def __call__(self) -> None:
         from .circuits.discover import discover, table
 
-        circuit = discover(
-            self.model, task=self.task, settings=self.settings, out=self.out, json=self.json, show_progress=True
-        )
+        options = {name: value for name, value in vars(self).items() if name != "model"}
+        circuit = discover(self.model, **options, show_progress=True)
         if not distributed.is_main():
             return
         print("\n" + table(circuit.results))
@@ -165,10 +164,7 @@ class CompareCommand:
     def __call__(self) -> None:
         from .circuits.compare import compare, table
 
-        result = compare(
-            self.dense, self.sparse, self.tasks, control=self.control, settings=self.settings, out=self.out,
-            json=self.json, show_progress=True,
-        )  # fmt: skip
+        result = compare(**vars(self), show_progress=True)
         print("\n" + table(result))
         if self.out is not None:
             from .reporting.figures.circuits import draw_all

@@ -79,8 +79,7 @@ def find_clusters(graph: Graph, rules: Mapping[str, Any] | None = None, share: f
             member[eligible & (member < 0) & _fits(graph, name, rule, pushes)] = number
     found = []
     for number, (name, rule) in enumerate(rules.items()):
-        nodes = (member == number).nonzero().flatten().tolist()
-        if nodes:
+        if nodes := (member == number).nonzero().flatten().tolist():
             found.append(_cluster(graph, name, _kind(graph, rule, nodes), nodes, share))
     found.sort(key=lambda c: (c.kind == "output", c.kind == "say", c.positions))
     taken = {c.name for c in found}

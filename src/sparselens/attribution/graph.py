@@ -144,8 +144,10 @@ class Graph:
 
     def row(self, target: int) -> tuple[Tensor, Tensor]:
         """(source ids, weights) of the stored edges into a target; ValueError when its row was not computed."""
-        r = self._row_of(target)
-        part = slice(int(self.first[r]), int(self.first[r + 1]))
+        rows = (self.row_target == int(target)).nonzero().flatten()
+        if not len(rows):
+            raise ValueError(f"no row for {self.label(target)}: it was not expanded. Trace with a larger budget.")
+        part = slice(int(self.first[rows[0]]), int(self.first[rows[0] + 1]))
         return self.source[part], self.weight[part]
 
     def edges(self, kept: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -230,12 +232,6 @@ class Graph:
         start = torch.zeros(self.n_nodes, dtype=self.weight.dtype)
         start[-len(self.targets) :] = torch.tensor([float(t["weight"]) for t in self.targets], dtype=start.dtype)
         return start
-
-    def _row_of(self, target: int) -> int:
-        rows = (self.row_target == int(target)).nonzero().flatten()
-        if not len(rows):
-            raise ValueError(f"no row for {self.label(target)}: it was not expanded. Trace with a larger budget.")
-        return int(rows[0])
 
     def _mask(self, ids: Tensor) -> Tensor:
         """[n] bool: the nodes of these ids."""

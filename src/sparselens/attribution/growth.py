@@ -51,7 +51,9 @@ def attribution_graph(
     if model.training:
         raise ValueError("the model is in training mode, where dropout makes every run another one: call model.eval()")
     ids = prompt_ids(model, tokenizer, prompt)
-    at = _position(position, len(ids))
+    if position is not None and not -len(ids) <= position < len(ids):
+        raise ValueError(f"position={position}: the prompt has {len(ids)} tokens, positions 0 to {len(ids) - 1}")
+    at = (-1 if position is None else position) % len(ids)
     if next(model.parameters()).dtype not in (torch.float32, torch.float64):
         model = copy.deepcopy(model).float()
     replacement = Replacement(_freeze(model, ids), transcoder)
@@ -73,14 +75,6 @@ def prompt_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompt: str
     if len(ids) < 1:
         raise ValueError(f"the prompt {prompt!r} has no tokens")
     return ids
-
-
-def _position(position: int | None, n_tokens: int) -> int:
-    if position is None:
-        return n_tokens - 1
-    if not -n_tokens <= position < n_tokens:
-        raise ValueError(f"position={position}: the prompt has {n_tokens} tokens, positions 0 to {n_tokens - 1}")
-    return position % n_tokens
 
 
 def _freeze(model: nn.Module, ids: Tensor) -> Frozen:

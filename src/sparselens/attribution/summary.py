@@ -60,11 +60,9 @@ def summarise(
 
 
 def _edge(clusters: Sequence[Cluster], edge: ClusterEdge, carried: Carried, change: ChangeRow) -> EdgeRow:
-    row = carried.as_row()
-    return {
-        "source": clusters[edge.source].name, "target": clusters[edge.target].name, "flow": edge.flow, **row,
-        "n_heads_for_80": len(row["heads_for_80"]), **change,
-    }  # fmt: skip
+    row, source, target = carried.as_row(), clusters[edge.source].name, clusters[edge.target].name
+    n = len(row["heads_for_80"])
+    return {"source": source, "target": target, "flow": edge.flow, **row, "n_heads_for_80": n, **change}
 
 
 def _removals(graph: Graph, clusters: Sequence[Cluster], edges: Sequence[ClusterEdge]) -> list[ChangeRow]:
