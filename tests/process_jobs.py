@@ -12,8 +12,7 @@ import torch
 
 import sparselens as sl
 from sparselens.runs import distributed
-from sparselens.training import engine
-from sparselens.training import loop as training
+from sparselens.training import engine, loop as training
 
 QUICK = dict(
     steps=20, batch=8, length=16, evaluate_every=5, evaluate_sequences=4, checkpoint_every=8, lr=1e-3, bias_lr=0.05,

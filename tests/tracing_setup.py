@@ -34,3 +34,15 @@ def traced(family="gpt2", gated=False, dtype=torch.float64, cross_layer=True, ta
         for threshold in transcoder.threshold:
             threshold.mul_(0.02)
     return attribution_graph(model, tiny_tokenizer(), transcoder, options.pop("prompt", PROMPT), target, **options)
+
+
+def total_effects(replacement, ids):
+    """Every source's effect on targets [n, n_sources] when active features follow what reaches them (slope 1).
+
+    All chains at once: E = R + (R of features / activation) E, for the rows R of all features.
+    """
+    n, rows = len(replacement.layer), lambda ids: replacement.rows(replacement.reads(ids))
+    among = rows(torch.arange(n))
+    through = torch.linalg.solve(torch.eye(n).to(among) - among[:, :n] / replacement.activation, among)
+    own = rows(ids)
+    return own + (own[:, :n] / replacement.activation) @ through

@@ -7,35 +7,16 @@ __version__ = "0.1.0"
 
 # Heavy imports (torch, transformers) happen when a name is first used, so that `import sparselens` is instant.
 # A public function never shares its name with a package: importing that would hide the function.
-_HOMES = {
-    "Architecture": "models.architectures",
-    "Circuit": "circuits.circuit",
-    "Gate": "config",
-    "Graph": "attribution.graph",
-    "Pair": "tasks",
-    "Run": "runs.run",
-    "Search": "config",
-    "Task": "tasks",
-    "Transcoder": "transcoders.transcoder",
-    "add_gates": "models.loading",
-    "compare": "circuits.compare",
-    "discover": "circuits.discover",
-    "evaluate": "evaluation.side_by_side",
-    "export": "evaluation.export",
-    "gated_attention": "gating",
-    "load": "models.loading",
-    "plan": "training.plan",
-    "push": "evaluation.export",
-    "register_architecture": "models.architectures",
-    "register_data": "data.registry",
-    "register_task": "tasks",
-    "report": "serving.publish",
-    "save": "models.loading",
-    "sparsify": "training.sparsify",
-    "studio": "serving.studio",
-    "trace": "attribution.trace",
-    "transcode": "transcoders.transcode",
-}
+_NAMES = {
+    "attribution.graph": "Graph", "attribution.trace": "trace", "circuits.circuit": "Circuit",
+    "circuits.compare": "compare", "circuits.discover": "discover", "config": "Gate Search",
+    "data.registry": "register_data", "evaluation.export": "export push", "evaluation.side_by_side": "evaluate",
+    "gating": "gated_attention", "models.architectures": "Architecture register_architecture",
+    "models.loading": "add_gates load save", "runs.run": "Run", "serving.publish": "report",
+    "serving.studio": "studio", "tasks": "Pair Task register_task", "training.plan": "plan",
+    "training.sparsify": "sparsify", "transcoders.transcode": "transcode", "transcoders.transcoder": "Transcoder",
+}  # fmt: skip
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_HOMES)  # noqa: PLE0605
 
 if TYPE_CHECKING:
@@ -44,24 +25,17 @@ if TYPE_CHECKING:
     from .circuits.circuit import Circuit as Circuit
     from .circuits.compare import compare as compare
     from .circuits.discover import discover as discover
-    from .config import Gate as Gate
-    from .config import Search as Search
+    from .config import Gate as Gate, Search as Search
     from .data.registry import register_data as register_data
-    from .evaluation.export import export as export
-    from .evaluation.export import push as push
+    from .evaluation.export import export as export, push as push
     from .evaluation.side_by_side import evaluate as evaluate
     from .gating import gated_attention as gated_attention
-    from .models.architectures import Architecture as Architecture
-    from .models.architectures import register_architecture as register_architecture
-    from .models.loading import add_gates as add_gates
-    from .models.loading import load as load
-    from .models.loading import save as save
+    from .models.architectures import Architecture as Architecture, register_architecture as register_architecture
+    from .models.loading import add_gates as add_gates, load as load, save as save
     from .runs.run import Run as Run
     from .serving.publish import report as report
     from .serving.studio import studio as studio
-    from .tasks import Pair as Pair
-    from .tasks import Task as Task
-    from .tasks import register_task as register_task
+    from .tasks import Pair as Pair, Task as Task, register_task as register_task
     from .training.plan import plan as plan
     from .training.sparsify import sparsify as sparsify
     from .transcoders.transcode import transcode as transcode

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union
 
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional
@@ -75,8 +75,7 @@ class PlanCommand:
     def __call__(self) -> None:
         from .training.plan import plan
 
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        found = plan(**given)
+        found = plan(**vars(self))
         print(found)
         if found.problem():
             raise ValueError(found.problem())
@@ -111,11 +110,7 @@ class Evaluate:
         from .evaluation.side_by_side import evaluate
 
         names = [name for group in self.benchmarks for name in group.split(",") if name]
-        evaluate(
-            list(self.models), data=list(self.data), sequences=self.sequences, benchmarks=names,
-            questions=self.questions, limit=self.limit, behaviour=self.behaviour, prompts=self.prompts,
-            tasks=list(self.tasks), json=self.json,
-        )  # fmt: skip
+        evaluate(**vars(self) | {"models": list(self.models), "benchmarks": names})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,9 +130,8 @@ class DiscoverCommand:
     def __call__(self) -> None:
         from .circuits.discover import discover, table
 
-        circuit = discover(
-            self.model, task=self.task, settings=self.settings, out=self.out, json=self.json, show_progress=True
-        )
+        options = {name: value for name, value in vars(self).items() if name != "model"}
+        circuit = discover(self.model, **options, show_progress=True)
         if not distributed.is_main():
             return
         print("\n" + table(circuit.results))
@@ -170,10 +164,7 @@ class CompareCommand:
     def __call__(self) -> None:
         from .circuits.compare import compare, table
 
-        result = compare(
-            self.dense, self.sparse, self.tasks, control=self.control, settings=self.settings, out=self.out,
-            json=self.json, show_progress=True,
-        )  # fmt: skip
+        result = compare(**vars(self), show_progress=True)
         print("\n" + table(result))
         if self.out is not None:
             from .reporting.figures.circuits import draw_all
@@ -335,22 +326,11 @@ class Bench:
         bench_kernels(self.quick, self.json)
 
 
-Command = (
-    Annotated[Demo, tyro.conf.subcommand("demo")]
-    | Annotated[SparsifyCommand, tyro.conf.subcommand("sparsify")]
-    | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
-    | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
-    | Annotated[DiscoverCommand, tyro.conf.subcommand("discover")]
-    | Annotated[CompareCommand, tyro.conf.subcommand("compare")]
-    | Annotated[TranscodeCommand, tyro.conf.subcommand("transcode")]
-    | Annotated[TraceCommand, tyro.conf.subcommand("trace")]
-    | Annotated[ReportCommand, tyro.conf.subcommand("report")]
-    | Annotated[Figures, tyro.conf.subcommand("figures")]
-    | Annotated[Export, tyro.conf.subcommand("export")]
-    | Annotated[Bench, tyro.conf.subcommand("bench")]
-)
-
-
+COMMANDS: dict[str, Any] = {
+    "demo": Demo, "sparsify": SparsifyCommand, "plan": PlanCommand, "evaluate": Evaluate, "discover": DiscoverCommand,
+    "compare": CompareCommand, "transcode": TranscodeCommand, "trace": TraceCommand, "report": ReportCommand,
+    "figures": Figures, "export": Export, "bench": Bench,
+}  # fmt: skip
 DESCRIPTION = "Make a transformer's attention sparse without losing what it can do, and see what is left."
 
 
@@ -380,10 +360,9 @@ def main(arguments: list[str] | None = None) -> None:
             from .models.memory import out_of_memory
 
             if out_of_memory(error):
-                advice = (
-                    "lower --batch or --micro-batch (training), --memory-mb (discover, trace), or the prompts' length"
-                )
-                print(f"{prog}: not enough memory; {advice} ({_one_line(error, 200)})", file=sys.stderr)
+                options = "--batch or --micro-batch (training), --memory-mb (discover, trace)"
+                advice = f"lower {options}, or the prompts' length ({_one_line(error, 200)})"
+                print(f"{prog}: not enough memory; {advice}", file=sys.stderr)
                 sys.exit(2)
         if distributed.world() > 1 and re.search("gloo|nccl|connection", str(error), re.IGNORECASE):
             lost = "another process of this run has ended or cannot be reached; start them all again with --resume"
@@ -393,21 +372,15 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _parse(arguments: list[str] | None) -> Any:
-    said = io.StringIO()
+    said, plain = io.StringIO(), (tyro.conf.OmitSubcommandPrefixes,)
+    choice: Any = Union[*(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in COMMANDS.items())]
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(
-                Command,
-                prog="sparselens",
-                description=DESCRIPTION,
-                args=arguments,
-                config=(tyro.conf.OmitSubcommandPrefixes,),
-            )
+            return tyro.cli(choice, prog="sparselens", description=DESCRIPTION, args=arguments, config=plain)
     except SystemExit:
         # Where a setting refuses its value, the parser's frame around our sentence says nothing more.
-        text = " ".join(
-            line for line in said.getvalue().replace("│", " ").splitlines() if not set(line) <= set(" -─╭╮╰╯")
-        )
+        lines = said.getvalue().replace("│", " ").splitlines()
+        text = " ".join(line for line in lines if not set(line) <= set(" -─╭╮╰╯"))
         ours = re.search(r"Error parsing __tyro-dummy-inner__\S*: (.*?)\s+For full helptext", text)
         print(f"sparselens: {' '.join(ours[1].split())}" if ours else said.getvalue().rstrip(), file=sys.stderr)
         raise

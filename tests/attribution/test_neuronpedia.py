@@ -4,8 +4,7 @@ import json
 import jsonschema
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from tracing_setup import traced
 
 from sparselens.attribution.cluster_rules import node_name

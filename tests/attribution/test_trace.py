@@ -7,7 +7,7 @@ import pytest
 import torch
 from pairs import random_prompts
 from tiny_models import tiny_tokenizer
-from tracing_setup import FAMILIES, PROMPT, biased_model, traced
+from tracing_setup import FAMILIES, PROMPT, biased_model, total_effects, traced
 
 import sparselens as sl
 from sparselens.attribution.graph import BIAS, ERROR, FEATURE, LOGIT, POSITION, TOKEN
@@ -203,7 +203,7 @@ def test_total_effects_of_the_origins_sum_to_the_target(family, hook):
     """Through all chains of features, everything comes from tokens, positions, errors and biases."""
     graph = traced(family, gated=True, hook=hook)
     targets = torch.arange(graph.n_nodes - len(graph.targets), graph.n_nodes)
-    effects = graph.live.effects(graph.live.reads(targets))
+    effects = total_effects(graph.live, targets)
     torch.testing.assert_close(effects[:, len(graph.live.layer) :].sum(1), graph.value[targets])
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from tiny_models import tiny_tokenizer
 
-from sparselens.data import batches as data_module
-from sparselens.data import documents as documents_module
+from sparselens.data import batches as data_module, documents as documents_module
 from sparselens.data.batches import TextBatches, TokenCache, separator_id
 from sparselens.data.documents import find_files, read_documents
 

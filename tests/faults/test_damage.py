@@ -18,9 +18,7 @@ import sparselens as sl
 from sparselens.data import batches as data_module
 from sparselens.data.batches import TextBatches
 from sparselens.runs.checkpoints import checkpoints, load_checkpoint, save_checkpoint
-from sparselens.training import engine
-from sparselens.training import loop as training
-from sparselens.training import measure as evaluate
+from sparselens.training import engine, loop as training, measure as evaluate
 
 SOURCE = Path(sl.__file__).parent
 

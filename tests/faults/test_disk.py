@@ -6,8 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from test_kill import check_readable, done, lines
-from test_kill import sparsify as longer
+from test_kill import check_readable, done, lines, sparsify as longer
 
 SENTENCE = "sparselens: "
 

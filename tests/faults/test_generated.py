@@ -11,8 +11,7 @@ import random
 import shutil
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from sample_run import command
 
 from sparselens.attribution.cluster_rules import read_rules

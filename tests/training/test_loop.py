@@ -17,9 +17,7 @@ from sparselens.config import Gate, Sparsify, Training
 from sparselens.evaluation.side_by_side import evaluate
 from sparselens.models.loading import add_gates, gate_biases, is_gated
 from sparselens.runs.run import Metrics, Run
-from sparselens.training import compilation as speed
-from sparselens.training import engine
-from sparselens.training import loop as training
+from sparselens.training import compilation as speed, engine, loop as training
 from sparselens.training.copies import start_within_reach, trainable
 from sparselens.training.measure import measure
 from sparselens.training.request import overridden

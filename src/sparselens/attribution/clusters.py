@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .cluster_rules import check_rules, free_name, label_of, mark_of, node_name, rules_of
 from .graph import BIAS, FEATURE, KINDS, LOGIT, Graph
-from .head_shares import Carried, carry
+from .head_shares import Carried, carry, nothing
 
 PUSHES = 0.5  # share of a feature's influence that is its own edge to a target
 LAYER_SHARE = 0.9
@@ -79,8 +79,7 @@ def find_clusters(graph: Graph, rules: Mapping[str, Any] | None = None, share: f
             member[eligible & (member < 0) & _fits(graph, name, rule, pushes)] = number
     found = []
     for number, (name, rule) in enumerate(rules.items()):
-        nodes = (member == number).nonzero().flatten().tolist()
-        if nodes:
+        if nodes := (member == number).nonzero().flatten().tolist():
             found.append(_cluster(graph, name, _kind(graph, rule, nodes), nodes, share))
     found.sort(key=lambda c: (c.kind == "output", c.kind == "say", c.positions))
     taken = {c.name for c in found}
@@ -129,10 +128,8 @@ def _nearby(graph: Graph, node: str) -> str:
     here = [name for name in kept if name.split("_")[-1] == position]
     same = [name for name in here if name.split("_")[0] == layer] or here or kept
     shown = ", ".join(same[:6]) or "none was kept"
-    return (
-        f". Ids belong to one transcoder and one prompt (layer_feature_position); kept nearby: {shown}. "
-        'For several models use rules, such as {"positions": [5]}'
-    )
+    ids = f"Ids belong to one transcoder and one prompt (layer_feature_position); kept nearby: {shown}"
+    return f'. {ids}. For several models use rules, such as {{"positions": [5]}}'
 
 
 def _fits(graph: Graph, name: str, rule: Mapping[str, Any], pushes: Tensor) -> Tensor:
@@ -218,9 +215,7 @@ def carry_clusters(graph: Graph, edges: Sequence[ClusterEdge], top: int | None =
     """Which heads carry each cluster edge: exact sums over its node edges. Needs the model (a live graph)."""
     pairs = [pair for edge in edges for pair in edge.pairs]
     found: list[Carried] = carry(graph, pairs, [i for i, edge in enumerate(edges) for _ in edge.pairs], top=top)
-    nothing = torch.zeros(graph.n_layers, graph.n_heads)
-    empty = Carried(0.0, [], [], 0.0, 0.0, nothing, nothing, nothing, 0.0)
-    return found + [empty] * (len(edges) - len(found))  # edges without pairs, at the end
+    return found + [nothing(graph)] * (len(edges) - len(found))  # edges without pairs, at the end
 
 
 def balance(graph: Graph, clusters: Sequence[Cluster]) -> list[dict[str, float]]:
@@ -233,9 +228,7 @@ def balance(graph: Graph, clusters: Sequence[Cluster]) -> list[dict[str, float]]
     source, target, weight = graph.edges(kept=False)
     a, b = member[source], member[target]
     bias = graph.kind[source] == BIAS
-    parts = {
-        "clusters": (a >= 0) & (a != b), "within": (a == b) & ~bias, "outside": (a < 0) & ~bias, "biases": bias,
-    }  # fmt: skip
+    parts = {"clusters": (a >= 0) & (a != b), "within": (a == b) & ~bias, "outside": (a < 0) & ~bias, "biases": bias}
     rows = member[graph.row_target]
     rest = graph.rest.double().sum(1)
 

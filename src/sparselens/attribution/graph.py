@@ -76,8 +76,8 @@ class Graph:
     rest_abs: Tensor  # [R, 6] the same of |edges|
     # what matters
     influence: Tensor = field(default_factory=lambda: torch.empty(0))  # [n]
-    node_kept: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))  # [n] bool
-    edge_kept: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))  # [E] bool
+    node_kept: Tensor = field(default_factory=lambda: torch.empty(0))  # [n] bool
+    edge_kept: Tensor = field(default_factory=lambda: torch.empty(0))  # [E] bool
     live: "Replacement | None" = field(default=None, repr=False, compare=False)  # the model it came from; not saved
     rows: TraceRows | None = field(default=None, repr=False, compare=False)  # trace.json, where it was asked for
 
@@ -144,8 +144,10 @@ class Graph:
 
     def row(self, target: int) -> tuple[Tensor, Tensor]:
         """(source ids, weights) of the stored edges into a target; ValueError when its row was not computed."""
-        r = self._row_of(target)
-        part = slice(int(self.first[r]), int(self.first[r + 1]))
+        rows = (self.row_target == int(target)).nonzero().flatten()
+        if not len(rows):
+            raise ValueError(f"no row for {self.label(target)}: it was not expanded. Trace with a larger budget.")
+        part = slice(int(self.first[rows[0]]), int(self.first[rows[0] + 1]))
         return self.source[part], self.weight[part]
 
     def edges(self, kept: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,8 +175,7 @@ class Graph:
             if not 0 < share <= 1:
                 raise ValueError(f"prune({name}={share}): expected a share above 0 and up to 1")
         always = (self.kind == TOKEN) | (self.kind == LOGIT)
-        has_row = torch.zeros(self.n_nodes, dtype=torch.bool)
-        has_row[self.row_target] = True
+        has_row = self._mask(self.row_target)
         able = (self.kind != BIAS) & ((self.kind != FEATURE) | has_row)
         scores = torch.where(able & ~always, self.influence, 0.0)
         keep = (able & _largest(scores, nodes)) | always
@@ -186,10 +187,7 @@ class Graph:
         through = self._influence(weight) + self._start()
         kept_edges = between & _largest(weight * through[target], edges)
         while True:
-            leaves = torch.zeros(self.n_nodes, dtype=torch.bool)
-            enters = torch.zeros(self.n_nodes, dtype=torch.bool)
-            leaves[self.source[kept_edges]] = True
-            enters[target[kept_edges]] = True
+            leaves, enters = (self._mask(ids[kept_edges]) for ids in (self.source, target))
             after = always | (keep & leaves & (enters | (self.kind != FEATURE)))
             if bool((after == keep).all()):
                 break
@@ -200,8 +198,7 @@ class Graph:
 
     def scores(self) -> dict[str, float]:
         """Replacement and completeness score. Features without a row are no part of the graph, as in circuit-tracer."""
-        has_row = torch.zeros(self.n_nodes, dtype=torch.bool)
-        has_row[self.row_target] = True
+        has_row = self._mask(self.row_target)
         inside = (self.kind[self.source] != BIAS) & ((self.kind[self.source] != FEATURE) | has_row[self.source])
         weight = torch.where(inside, self.weight.abs(), 0.0)
         dropped = self.rest_abs[:, [ERROR, TOKEN, POSITION]]
@@ -236,11 +233,11 @@ class Graph:
         start[-len(self.targets) :] = torch.tensor([float(t["weight"]) for t in self.targets], dtype=start.dtype)
         return start
 
-    def _row_of(self, target: int) -> int:
-        rows = (self.row_target == int(target)).nonzero().flatten()
-        if not len(rows):
-            raise ValueError(f"no row for {self.label(target)}: it was not expanded. Trace with a larger budget.")
-        return int(rows[0])
+    def _mask(self, ids: Tensor) -> Tensor:
+        """[n] bool: the nodes of these ids."""
+        mask = torch.zeros(self.n_nodes, dtype=torch.bool)
+        mask[ids] = True
+        return mask
 
     def _per_edge(self, per_row: Tensor) -> Tensor:
         return per_row.repeat_interleave(self.first.diff())

@@ -10,46 +10,33 @@
 import copy
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from ..models.architectures import base_model, dimensions
 from ..tasks.words import Words
+from ..transcoders.transcoder import Transcoder
 from .graph import BIAS, KINDS, LOGIT, Graph
 from .linear_model import TOLERANCE, Frozen, exact
 from .rows import TargetRow
 from .sources import Replacement
 from .targets import choose_targets, text_of
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from ..transcoders.transcoder import Transcoder
-
 ROUNDS = 24  # influence is computed anew about this many times while the graph grows
 
 
 @exact
 def attribution_graph(
-    model: nn.Module,
-    tokenizer: "PreTrainedTokenizerBase",
-    transcoder: "Transcoder",
-    prompt: str | Sequence[int] | Tensor,
-    target: Any = None,
-    *,
-    position: int | None = None,
-    budget: int = 1000,
-    edges_per_row: int = 4096,
-    mass: float = 0.95,
-    most_targets: int = 10,
-    nodes: float = 0.8,
-    edges: float = 0.98,
-    memory_mb: float = 1024,
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, transcoder: Transcoder,
+    prompt: str | Sequence[int] | Tensor, target: Any = None, *,
+    position: int | None = None, budget: int = 1000, edges_per_row: int = 4096, mass: float = 0.95,
+    most_targets: int = 10, nodes: float = 0.8, edges: float = 0.98, memory_mb: float = 1024,
     show_progress: bool = False,
-) -> Graph:
+) -> Graph:  # fmt: skip
     """The attribution graph of a prompt: who feeds whom, and how much, with every row adding up exactly.
 
     prompt, target, mass, most_targets: as `sl.trace` takes them. position: whose output is explained; None: the last.
@@ -64,7 +51,9 @@ def attribution_graph(
     if model.training:
         raise ValueError("the model is in training mode, where dropout makes every run another one: call model.eval()")
     ids = prompt_ids(model, tokenizer, prompt)
-    at = _position(position, len(ids))
+    if position is not None and not -len(ids) <= position < len(ids):
+        raise ValueError(f"position={position}: the prompt has {len(ids)} tokens, positions 0 to {len(ids) - 1}")
+    at = (-1 if position is None else position) % len(ids)
     if next(model.parameters()).dtype not in (torch.float32, torch.float64):
         model = copy.deepcopy(model).float()
     replacement = Replacement(_freeze(model, ids), transcoder)
@@ -77,7 +66,7 @@ def attribution_graph(
     return graph.prune(nodes, edges)
 
 
-def prompt_ids(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", prompt: str | Sequence[int] | Tensor) -> Tensor:
+def prompt_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int] | Tensor) -> Tensor:
     """The prompt's tokens [T], where the model is. Text gets the token in front that training sequences start with."""
     tokens: Any = prompt
     if isinstance(prompt, str):  # nothing but the token put in front is no prompt
@@ -86,14 +75,6 @@ def prompt_ids(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", prompt: s
     if len(ids) < 1:
         raise ValueError(f"the prompt {prompt!r} has no tokens")
     return ids
-
-
-def _position(position: int | None, n_tokens: int) -> int:
-    if position is None:
-        return n_tokens - 1
-    if not -n_tokens <= position < n_tokens:
-        raise ValueError(f"position={position}: the prompt has {n_tokens} tokens, positions 0 to {n_tokens - 1}")
-    return position % n_tokens
 
 
 def _freeze(model: nn.Module, ids: Tensor) -> Frozen:
@@ -121,7 +102,7 @@ class _Growing:
         replacement: Replacement,
         targets: list[TargetRow],
         prompt: str,
-        tokenizer: "PreTrainedTokenizerBase",
+        tokenizer: PreTrainedTokenizerBase,
         most: int,
     ):
         self.replacement, self.targets, self.prompt, self.most = replacement, targets, prompt, most
@@ -193,28 +174,19 @@ class _Growing:
         frozen, transcoder = self.replacement.frozen, self.replacement.transcoder
         edges, nodes, tail = self._edge_columns(), self.replacement.node_columns(), len(self.targets)
         logits = {
-            "kind": torch.full((tail,), LOGIT),
-            "layer": torch.full((tail,), frozen.dims.n_layers),
+            "kind": torch.full((tail,), LOGIT), "layer": torch.full((tail,), frozen.dims.n_layers),
             "position": torch.full((tail,), self.replacement.logit_position),
             "index": torch.tensor([-1 if t["token"] is None else t["token"] for t in self.targets]),
             "value": edges["row_value"][:tail],
-        }
+        }  # fmt: skip
         columns: dict[str, Any] = {n: torch.cat([nodes[n], logits[n].to(nodes[n])]) for n in nodes} | edges
-        return Graph(
-            prompt=self.prompt,
-            tokens=self.tokens,
-            targets=self.targets,
-            n_layers=frozen.dims.n_layers,
-            n_heads=frozen.dims.n_heads,
-            settings={
-                "cross_layer": transcoder.cross_layer, "input_hook": transcoder.input_hook,
-                "gated": frozen.decoder.gates is not None,
-                "dtype": str(frozen.final.dtype).removeprefix("torch."), "n_active": len(self.replacement.layer),
-                "n_features": transcoder.n_features, "self_check": frozen.check,
-            },
-            **columns,
-            live=self.replacement,
-        )  # fmt: skip
+        settings = {
+            "cross_layer": transcoder.cross_layer, "input_hook": transcoder.input_hook,
+            "gated": frozen.decoder.gates is not None, "dtype": str(frozen.final.dtype).removeprefix("torch."),
+            "n_active": len(self.replacement.layer), "n_features": transcoder.n_features, "self_check": frozen.check,
+        }  # fmt: skip
+        words, sizes = (self.prompt, self.tokens, self.targets), (frozen.dims.n_layers, frozen.dims.n_heads)
+        return Graph(*words, *sizes, settings, **columns, live=self.replacement)
 
     def _edge_columns(self) -> dict[str, Tensor]:
         lengths = torch.cat(self.lengths)

@@ -20,6 +20,7 @@ one matrix product per layer. No loop over edges.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from .rows import CarriedRow, HeadShare, LinkShare
 from .sources import Replacement
 
 BY = ("arrival", "departure")
+T = TypeVar("T")
 
 
 @dataclass
@@ -60,9 +62,7 @@ class Carried:
         What heads bring is the weight without its direct part. by: "arrival", the heads that bring it to the target, or
         "departure", those that take it from the source.
         """
-        if by not in BY or not 0 < share <= 1:
-            raise ValueError(f"heads_for({share}, by={by!r}): expected a share up to 1 and one of {BY}")
-        heads = (self.arrival_heads if by == "arrival" else self.departure_heads).to(torch.float64)
+        heads = self._by("heads_for", share, by, self.arrival_heads, self.departure_heads).to(torch.float64)
         order = heads.abs().flatten().argsort(descending=True, stable=True)
         ranked = heads.flatten()[order]
         total = ranked.sum()
@@ -74,17 +74,20 @@ class Carried:
 
     def links_for(self, share: float = 0.8, by: str = "arrival") -> list[Link]:
         """The same for single links (layer, head, query, key): gates to close. Among the listed ones."""
-        if by not in BY or not 0 < share <= 1:
-            raise ValueError(f"links_for({share}, by={by!r}): expected a share up to 1 and one of {BY}")
-        links = self.arrival if by == "arrival" else self.departure
         total, found = self.weight - self.direct, 0.0
         chosen: list[Link] = []
-        for link in links:
+        for link in self._by("links_for", share, by, self.arrival, self.departure):
             if total and found / total >= share - 1e-9:
                 break
             chosen.append((link["layer"], link["head"], link["query"], link["key"]))
             found += link["share"]
         return chosen
+
+    @staticmethod
+    def _by(method: str, share: float, by: str, arrival: T, departure: T) -> T:
+        if by not in BY or not 0 < share <= 1:
+            raise ValueError(f"{method}({share}, by={by!r}): expected a share up to 1 and one of {BY}")
+        return arrival if by == "arrival" else departure
 
     def as_row(self) -> CarriedRow:
         """The part of an edge's row that is about heads."""
@@ -101,12 +104,9 @@ class Carried:
 
 @exact
 def carry(
-    graph: Graph,
-    edges: Sequence[tuple[int, int]],
-    groups: Sequence[int] | None = None,
-    top: int | None = 64,
+    graph: Graph, edges: Sequence[tuple[int, int]], groups: Sequence[int] | None = None, top: int | None = 64,
     memory_mb: float = 1024,
-) -> list[Carried]:
+) -> list[Carried]:  # fmt: skip
     """Who carries these edges (source id, target id), one Carried per group.
 
     groups: for every edge the number of the group it adds to, 0 .. G - 1; None: every edge by itself. top: links listed
@@ -121,22 +121,24 @@ def carry(
     group = torch.arange(len(pairs), device=device) if groups is None else torch.as_tensor(groups, device=device)
     if pairs.shape != (len(group), 2) or int(group.min()) < 0:
         raise ValueError(f"{len(pairs)} edges but {len(group)} group numbers: expected one for each, from 0 on")
-    source_at, target_at = replacement.places(pairs[:, 0]), replacement.places(pairs[:, 1])
-    found: list[Carried | None] = [None] * (int(group.max()) + 1)
-    for part in _chunks(replacement, pairs, group, source_at, target_at, memory_mb):
+    found = [nothing(graph)] * (int(group.max()) + 1)
+    for part in _chunks(replacement, pairs, group, memory_mb):
         for number, carried in _Shares(replacement, pairs[part], group[part]).fill(memory_mb).results(top):
             found[number] = carried
+    return found
+
+
+def nothing(graph: Graph) -> Carried:
+    """How no edge at all is carried."""
     empty = torch.zeros(graph.n_layers, graph.n_heads)
-    return [f or Carried(0.0, [], [], 0.0, 0.0, empty, empty, empty, 0.0) for f in found]
+    return Carried(0.0, [], [], 0.0, 0.0, empty, empty, empty, 0.0)
 
 
-def _chunks(
-    replacement: Replacement, pairs: Tensor, group: Tensor, source_at: Tensor, target_at: Tensor, memory_mb: float
-) -> Iterator[Tensor]:
+def _chunks(replacement: Replacement, pairs: Tensor, group: Tensor, memory_mb: float) -> Iterator[Tensor]:
     """Indices of edges, whole groups together, whose shares fit into memory at once; groups ordered by target."""
     dims, n = replacement.frozen.dims, int(group.max()) + 1
     slots = torch.zeros(n, dtype=torch.int64)
-    for at in (source_at, target_at):
+    for at in (replacement.places(pairs[:, 0]), replacement.places(pairs[:, 1])):
         slots += torch.unique(torch.stack([group, at]), dim=1)[0].cpu().bincount(minlength=n)
     each = slots * dims.n_layers * dims.n_heads * replacement.n_tokens * replacement.error.element_size()
     # Beside its shares, an edge needs its source's and its target's signals at every layer, up to six times.
@@ -155,8 +157,7 @@ def _chunks(
         yield (member == i).nonzero()[:, 0]
 
 
-@dataclass
-class _Staying:
+class _Staying(NamedTuple):
     """Signals or gradients that keep to their position: through heads that look at themselves, or through none."""
 
     stay: Tensor  # [L, n, H, e] in the values (sources) or value mixes (targets)
@@ -201,16 +202,13 @@ class _Shares:
 
     # ---- staying at one position ----
 
-    def _split(self, t: Tensor) -> Tensor:
-        return torch.unflatten(t, -1, (self.frozen.dims.n_heads, self.frozen.dims.d_head))
-
     def _stay_sources(self) -> _Staying:
         frozen, at = self.frozen, self.source_at
         stay = alone = frozen.write(0, self.writes[:, 0], at)
         values: list[tuple[Tensor, Tensor]] = []
         for layer in range(frozen.dims.n_layers):
             v = frozen.to_values(layer, stay, at)
-            values.append((self._split(v), self._split(frozen.to_values(layer, alone, at))))
+            values.append((frozen.by_head(v), frozen.by_head(frozen.to_values(layer, alone, at))))
             written = frozen.write(layer + 1, self.writes[:, layer + 1], at)
             stay = stay + frozen.from_mix(layer, v * frozen.own(layer, at), at) + written
             alone = alone + written
@@ -231,7 +229,7 @@ class _Shares:
             if not frozen.parallel:
                 stay, alone = stay + vector(2 * layer + 1), alone + vector(2 * layer + 1)
             mix = frozen.to_mix(layer, stay, at)
-            mixes.append((self._split(mix), self._split(frozen.to_mix(layer, alone, at))))
+            mixes.append((frozen.by_head(mix), frozen.by_head(frozen.to_mix(layer, alone, at))))
             stay = stay + frozen.from_values(layer, mix * frozen.own(layer, at), at)
             if frozen.parallel:
                 stay, alone = stay + vector(2 * layer + 1), alone + vector(2 * layer + 1)
@@ -255,12 +253,9 @@ class _Shares:
                 break
             assert pulled.mix is not None
             for heads, pattern in self.frozen.head_chunks(layer):
-                for target in range(first, last):
-                    row = self.by_target[target]
+                for row, mix in zip(self.by_target[first:last], pulled.mix[:, :, heads], strict=True):
                     # [sources, heads, e] x [heads, e, queries]: a whole row of sources at once
-                    flow = torch.einsum(
-                        "she,qhe->shq", values[layer, self.s[row], heads], pulled.mix[target - first, :, heads]
-                    )
+                    flow = torch.einsum("she,qhe->shq", values[layer, self.s[row], heads], mix)
                     flow = flow * _strictly(pattern, self.c_s[row], "after")
                     self.departure[:, layer, heads].index_add_(0, self.departure_in[row], flow)
 
@@ -271,11 +266,8 @@ class _Shares:
             if layer == self.frozen.dims.n_layers:
                 break
             for heads, pattern in self.frozen.head_chunks(layer):
-                for source in range(first, last):
-                    row = self.by_source[source]
-                    flow = torch.einsum(
-                        "the,khe->thk", mixes[layer, self.t[row], heads], values[source - first, :, heads]
-                    )
+                for row, value in zip(self.by_source[first:last], values[:, :, heads], strict=True):
+                    flow = torch.einsum("the,khe->thk", mixes[layer, self.t[row], heads], value)
                     flow = flow * _strictly(pattern, self.c_t[row], "before")
                     self.arrival[:, layer, heads].index_add_(0, self.arrival_in[row], flow)
 
@@ -290,10 +282,8 @@ class _Shares:
             self.single[:, layer] = pattern * (u * v).sum(-1)
             by_first = pattern[same] * (targets.stay[layer, self.t[same]] * v[same]).sum(-1)
             by_last = pattern[same] * (u[same] * sources.stay[layer, self.s[same]]).sum(-1)
-            for shares, slot, flow in (
-                (self.departure, self.departure_in, by_first),
-                (self.arrival, self.arrival_in, by_last),
-            ):
+            both = (self.departure, self.departure_in, by_first), (self.arrival, self.arrival_in, by_last)
+            for shares, slot, flow in both:
                 shares[:, layer].transpose(1, 2).index_put_((slot[same], at), flow, accumulate=True)
 
     # ---- results ----
@@ -301,26 +291,19 @@ class _Shares:
     def results(self, top: int | None) -> Iterator[tuple[int, Carried]]:
         """(group number, Carried) of every group of the chunk."""
         numbers, inside = torch.unique(self.group, return_inverse=True)
-        sums = [
-            t.new_zeros(len(numbers), *t.shape[1:]).index_add_(0, inside, t)
+        sums = (
+            t.new_zeros(len(numbers), *t.shape[1:]).index_add_(0, inside, t).cpu()
             for t in (self.weight, self.direct, self.single)
-        ]
-        for i, number in enumerate(numbers.tolist()):
+        )
+        both = (self.departure, self.departure_slot, "key"), (self.arrival, self.arrival_slot, "query")
+        for number, weight, direct, single in zip(numbers.tolist(), *sums, strict=True):
             sides = []
-            for shares, slot, fixed in (
-                (self.departure, self.departure_slot, "key"),
-                (self.arrival, self.arrival_slot, "query"),
-            ):
+            for shares, slot, fixed in both:
                 here = (slot[0] == number).nonzero()[:, 0]
                 sides.append((*_links(shares[here], slot[1, here], fixed, top), shares[here].sum((0, 3)).cpu()))
             (departure, d_rest, d_heads), (arrival, a_rest, a_heads) = sides
-            weight, direct, single = (t[i] for t in sums)
-            yield (
-                number,
-                Carried(
-                    float(weight), departure, arrival, d_rest, a_rest, d_heads, a_heads, single.cpu(), float(direct)
-                ),
-            )
+            links = (departure, arrival, d_rest, a_rest, d_heads, a_heads)
+            yield number, Carried(float(weight), *links, single, float(direct))
 
 
 def _strictly(pattern: Tensor, at: Tensor, side: str) -> Tensor:
@@ -355,8 +338,7 @@ def carry_heads(graph: Graph, edges: Sequence[tuple[int, int]], memory_mb: float
     if len(edges):
         pairs = torch.as_tensor(list(edges), dtype=torch.int64, device=heads.device)
         group = torch.arange(len(pairs), device=heads.device)
-        places = (replacement.places(pairs[:, 0]), replacement.places(pairs[:, 1]))
-        for part in _chunks(replacement, pairs, group, *places, memory_mb):
+        for part in _chunks(replacement, pairs, group, memory_mb):
             shares = _Shares(replacement, pairs[part], group[part]).fill(memory_mb)
             direct[part] = shares.direct
             heads[part] = shares.arrival.sum(-1)[shares.arrival_in]  # an edge that is its own group has its own slot

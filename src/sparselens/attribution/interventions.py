@@ -15,7 +15,7 @@ edges alone. The prediction is linear in feature changes and exact for gates and
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch import Tensor
 from ..models.hooks import check_site
 from .graph import FEATURE, LOGIT, Graph
 from .linear_model import Block, Frozen, Link, Rewrite, exact
-from .rows import Agreement
+from .rows import Agreement, ChangeRow
 from .sources import Replacement
 
 FEATURES_AT_ONCE = 4096  # while decoding
@@ -44,18 +44,22 @@ class Outcome:
         return dict(zip(self.nodes, (self.after - self.before).tolist(), strict=True))
 
 
+class Check(ChangeRow):  # what scaling sources does to a weighted sum of targets
+    sources: list[int]
+    targets: list[int]
+
+
+class EdgeCheck(Check):  # the same of one edge
+    weight: float
+
+
 class Edit(Rewrite):
     """Changes to one prompt's run, resolved against its graph."""
 
     def __init__(
-        self,
-        replacement: Replacement,
-        scale: Mapping[int, float],
-        set: Mapping[int | Feature, float],
-        close: Sequence[Link],
-        ablate: Sequence[str],
-        hold_mlps: bool = False,
-    ):
+        self, replacement: Replacement, scale: Mapping[int, float], set: Mapping[int | Feature, float],
+        close: Sequence[Link], ablate: Sequence[str], hold_mlps: bool = False,
+    ):  # fmt: skip
         self.replacement, self.hold_mlps = replacement, hold_mlps
         frozen = replacement.frozen
         self.held: dict[int, dict[tuple[int, int], float]] = {}  # layer -> (position, index) -> value
@@ -66,9 +70,8 @@ class Edit(Rewrite):
             if not (0 <= layer < frozen.dims.n_layers and 0 <= head < frozen.dims.n_heads):
                 raise ValueError(f"no head {head} in layer {layer}: gates are named (layer, head, query, key)")
             if not 0 <= key <= query < frozen.n_tokens:
-                raise ValueError(
-                    f"no gate from query {query} to key {key}: expected 0 <= key <= query < {frozen.n_tokens}"
-                )
+                asked = f"no gate from query {query} to key {key}"
+                raise ValueError(f"{asked}: expected 0 <= key <= query < {frozen.n_tokens}")
             self.closed.setdefault(layer, []).append((head, query, key))
         self.silent: dict[int, list[int]] = {}
         for name in ablate:
@@ -83,9 +86,7 @@ class Edit(Rewrite):
         for node, factor in scale.items():
             kind = int(r.kind_of(torch.tensor([node])))
             if kind == FEATURE:
-                self._hold_one(
-                    int(r.layer[node]), int(r.position[node]), int(r.index[node]), factor * float(r.activation[node])
-                )
+                self._hold_one(*r.feature(node), factor * float(r.activation[node]))
             elif kind == LOGIT:
                 raise ValueError(f"node {node} is a logit: only sources can be scaled")
             else:
@@ -95,7 +96,7 @@ class Edit(Rewrite):
             if isinstance(name, tuple):
                 self._hold_one(*name, value)
             elif int(name) < len(r.layer):
-                self._hold_one(int(r.layer[name]), int(r.position[name]), int(r.index[name]), value)
+                self._hold_one(*r.feature(int(name)), value)
             else:
                 raise ValueError(f"node {name} is no feature: only features can be set; scale it instead")
 
@@ -161,17 +162,10 @@ class Edit(Rewrite):
 
 @exact
 def intervene(
-    graph: Graph,
-    *,
-    scale: Mapping[int, float] | None = None,
-    set: Mapping[Any, float] | None = None,
-    close: Sequence[Link] = (),
-    ablate: Sequence[str] = (),
-    frozen: bool = False,
-    respond: bool = True,
-    hold_mlps: bool = False,
-    watch: Sequence[int] | None = None,
-) -> Outcome:
+    graph: Graph, *, scale: Mapping[int, float] | None = None, set: Mapping[Any, float] | None = None,
+    close: Sequence[Link] = (), ablate: Sequence[str] = (), frozen: bool = False, respond: bool = True,
+    hold_mlps: bool = False, watch: Sequence[int] | None = None,
+) -> Outcome:  # fmt: skip
     """What targets become when something is changed.
 
     scale: node id -> factor of what it writes (0 removes it); features, errors, tokens, positions.
@@ -183,11 +177,8 @@ def intervene(
     """
     replacement = graph.replacement()
     edit = Edit(replacement, scale or {}, set or {}, close, ablate, hold_mlps)
-    nodes = (
-        list(watch)
-        if watch is not None
-        else [graph.n_nodes - len(graph.targets) + i for i in range(len(graph.targets))]
-    )
+    logits = range(graph.n_nodes - len(graph.targets), graph.n_nodes)
+    nodes = list(logits if watch is None else watch)
     ids = torch.tensor(nodes, dtype=torch.int64, device=replacement.error.device)
     before = replacement.values(ids)
     if frozen:
@@ -240,31 +231,8 @@ def _respond(r: Replacement, edit: Edit, layer: int, x: Tensor, written: Tensor,
 # ---- predicted against measured ----
 
 
-class Change(TypedDict):
-    """A weighted sum of targets before a change, and what `WAYS` say of the change."""
-
-    before: float
-    direct: float
-    measured_direct: float
-    predicted: float
-    measured: float
-
-
-class Check(Change):
-    """The same of sources that were scaled."""
-
-    sources: list[int]
-    targets: list[int]
-
-
-class EdgeCheck(Check):
-    """The same of one edge."""
-
-    weight: float
-
-
 WAYS: dict[str, dict[str, Any]] = {
-    "direct": {"frozen": True, "respond": False},
+    "predicted_direct": {"frozen": True, "respond": False},
     "measured_direct": {"hold_mlps": True},
     "predicted": {"frozen": True},
     "measured": {},
@@ -273,13 +241,13 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def check_changes(
     graph: Graph, changes: Sequence[dict[str, Any]], watch: Sequence[Mapping[int, float]]
-) -> list[Change]:
+) -> list[ChangeRow]:
     """Per change (arguments of `intervene`) and weighted sum of targets: value before, predicted and measured change.
 
-    direct and measured_direct: the same without detours through other features, which is what edges alone say.
-    Predicted with all other features held, measured with all MLPs held.
+    predicted_direct and measured_direct: the same without detours through other features, which is what edges alone
+    say. Predicted with all other features held, measured with all MLPs held.
     """
-    rows: list[Change] = []
+    rows: list[ChangeRow] = []
     seen: dict[str, dict[str, Outcome]] = {}
     for change, targets in zip(changes, watch, strict=True):
         nodes = sorted(targets)
@@ -287,9 +255,9 @@ def check_changes(
         if name not in seen:
             seen[name] = {label: intervene(graph, **change, **how, watch=nodes) for label, how in WAYS.items()}
         weight = torch.tensor([float(targets[n]) for n in nodes], dtype=torch.float64)
-        before = float(weight @ seen[name]["direct"].before.double().cpu())
+        before = float(weight @ seen[name]["measured"].before.double().cpu())
         sums = {label: float(weight @ (o.after - o.before).double().cpu()) for label, o in seen[name].items()}
-        rows.append(cast(Change, {"before": before, **sums}))
+        rows.append(cast(ChangeRow, {"before": before, **sums}))
     return rows
 
 
@@ -336,20 +304,3 @@ def _correlation(a: Tensor, b: Tensor) -> float | None:
     a, b = a - a.mean(), b - b.mean()
     size = float(a.norm() * b.norm())
     return float(a @ b) / size if size > 0 else None
-
-
-def checks_as_text(graph: Graph, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of `check_edges` as text, with their correlations."""
-
-    def names(nodes: Sequence[int]) -> str:
-        return " + ".join(graph.label(n) for n in nodes[:3]) + (f" + {len(nodes) - 3} more" if len(nodes) > 3 else "")
-
-    lines = [f"{'direct':>10} {'(measured)':>10} {'predicted':>10} {'measured':>10}  change of target <- source"]
-    for row in rows:
-        numbers = " ".join(f"{row[label]:10.4f}" for label in WAYS)
-        lines.append(f"{numbers}  {names(row['targets'])} <- {names(row['sources'])}")
-    for pair in (("direct", "measured_direct"), ("predicted", "measured")):
-        found = agreement(rows, *pair)
-        shown = [f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items()]
-        lines.append(f"{' against '.join(pair)}: {', '.join(shown)}")
-    return "\n".join(lines)

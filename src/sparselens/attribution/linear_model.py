@@ -81,7 +81,7 @@ class Reads:
     vector: Tensor  # [n, D] gradient at the residual stream
     constant: Tensor  # [n] bias of the reading itself
 
-    def __getitem__(self, part: slice) -> "Reads":
+    def __getitem__(self, part: slice | Tensor) -> "Reads":
         return Reads(self.stage[part], self.position[part], self.vector[part], self.constant[part])
 
     def __len__(self) -> int:
@@ -150,10 +150,8 @@ class Frozen:
         q, k = self.aim(layer, q, k)
         into = p.weights["v"][0].repeat_interleave(decoder.group, 0).permute(1, 0, 2).flatten(1)
         values, steady = (t.transpose(0, 1).flatten(1) for t in (v, steady))
-        block = Block(
-            norm, attention_post, mlp_norm, mlp_post, into, p.output[0].flatten(0, 1), p.output[1], free, q, k,
-            values, residual=x,
-        )  # fmt: skip
+        out_of, out_bias = p.output[0].flatten(0, 1), p.output[1]
+        block = Block(norm, attention_post, mlp_norm, mlp_post, into, out_of, out_bias, free, q, k, values, residual=x)
         self.blocks.append(block)
         block.constant = self.rewrite.mix(layer, self.mix(layer, steady[None])[0])
         return self.rewrite.mix(layer, self.mix(layer, values[None])[0])
@@ -224,9 +222,7 @@ class Frozen:
             found = gated_pattern(q[None], k[None], decoder.gates[layer][heads].to(q), **decoder.looks(layer))[0]
             weights, margin = found.weights[0], found.margin[0]
         else:
-            logits = q @ k.transpose(-1, -2) * p.scale
-            if p.softcap is not None:
-                logits = p.softcap * torch.tanh(logits / p.softcap)
+            logits = softcapped(q @ k.transpose(-1, -2) * p.scale, p.softcap)
             allowed = allowed_pairs(self.n_tokens, self.n_tokens, window=p.window, device=q.device)[0]
             weights, margin = logits.masked_fill_(~allowed, -torch.inf).softmax(-1), None
         return self.rewrite.pattern(layer, heads, weights, decoder.normalise == "open"), margin
@@ -281,10 +277,6 @@ class Frozen:
         """The transpose of `from_mix`."""
         return pull_through(self.blocks[layer].attention_post, g, at) @ self.blocks[layer].out_of_mix.T
 
-    def attend(self, layer: int, x: Tensor) -> Tensor:
-        """The linear part of attention: [n, T, D] -> [n, T, D]."""
-        return self.from_mix(layer, self.mix(layer, self.to_values(layer, x)))
-
     def own(self, layer: int, at: Tensor) -> Tensor:
         """How much each head looks from a position at itself, [n, H * e], repeated over d_head."""
         diagonal = torch.cat([p.diagonal(dim1=-2, dim2=-1) for _, p in self.head_chunks(layer)])  # [H, T]
@@ -297,12 +289,8 @@ class Frozen:
         return w if place == 0 else push_through(self.blocks[place - 1].mlp_post, w, at)
 
     @torch.no_grad()
-    def pull(self, reads: Reads, respond: Callable[[int, Tensor], Tensor] | None = None) -> Iterator[Pulled]:
-        """Gradients of n readings, layer by layer from the top down to the embedding (layer -1).
-
-        respond(layer, gradient at what its MLP wrote) -> gradient at what its MLP reads, [n, T, D] both: MLPs are held
-        without it.
-        """
+    def pull(self, reads: Reads) -> Iterator[Pulled]:
+        """Gradients of n readings, layer by layer from the top down to the embedding (layer -1)."""
         n, top = len(reads), int(reads.stage.max())
         g = reads.vector.new_zeros(n, self.n_tokens, self.dims.d_model)
         every = torch.arange(n, device=g.device)
@@ -316,16 +304,13 @@ class Frozen:
             at_mlp = pull_through(self.blocks[layer].mlp_post, g)
             if at_mlp is g:
                 at_mlp = g.clone()  # g goes on changing
-            through_mlp = 0 if respond is None else respond(layer, at_mlp)
             if not self.parallel:
                 inject(2 * layer + 1)
-                g = g + through_mlp
             mix = self.to_mix(layer, g)
             attention = g.clone()
             g = g + self.from_values(layer, self.mix(layer, mix, back=True))
             if self.parallel:
                 inject(2 * layer + 1)
-                g = g + through_mlp
             inject(2 * layer)
             yield Pulled(layer, at_mlp, attention, self.by_head(mix))
         yield Pulled(-1, g)
@@ -385,6 +370,5 @@ class Rewrite:
 
 def join(reads: Sequence[Reads]) -> Reads:
     """Several sets of readings as one."""
-    return Reads(
-        *(torch.cat([getattr(r, name) for r in reads]) for name in ("stage", "position", "vector", "constant"))
-    )
+    columns = zip(*((r.stage, r.position, r.vector, r.constant) for r in reads), strict=True)
+    return Reads(*(torch.cat(column) for column in columns))

@@ -42,13 +42,10 @@ def graph_json(
     kept = graph.node_kept.nonzero().flatten().tolist()
     names = {i: node_name(graph, i) for i in kept}
     cumulative = _cumulative(graph)
-    source, target, weight = graph.edges()
-    links = [
-        {"source": names[s], "target": names[t], "weight": w}
-        for s, t, w in zip(source.tolist(), target.tolist(), weight.tolist(), strict=True)
-    ]
+    edges = list(zip(*(column.tolist() for column in graph.edges()), strict=True))
+    links = [{"source": names[s], "target": names[t], "weight": w} for s, t, w in edges]
     if heads and graph.live is not None:
-        direct, shares = carry_heads(graph, list(zip(source.tolist(), target.tolist(), strict=True)))
+        direct, shares = carry_heads(graph, [(s, t) for s, t, _ in edges])
         for link, along, by_head in zip(links, direct.tolist(), _needed(shares), strict=True):
             link |= {"direct": along, "heads": by_head}
     supernodes = [[c.name, *(names[n] for n in c.nodes if n in names)] for c in clusters]
@@ -81,26 +78,26 @@ def _needed(shares: torch.Tensor, share: float = 0.8) -> list[list[dict[str, Any
 
 def metadata(graph: Graph, slug: str, scan: str) -> dict[str, Any]:
     """The part of a graph that a list of graphs shows."""
-    settings = graph.settings
+    nodes, edges = graph.settings.get("nodes", 0.8), graph.settings.get("edges", 0.98)
     return {
         "slug": slug, "scan": scan, "transcoder_list": [scan], "prompt_tokens": graph.tokens, "prompt": graph.prompt,
-        "node_threshold": settings.get("nodes", 0.8), "schema_version": 1,
+        "node_threshold": nodes, "schema_version": 1,
         "info": {"generator": {"name": "sparselens", "version": __version__}},
-        "generation_settings": {k: v for k, v in settings.items() if isinstance(v, str | int | float | bool)},
-        "pruning_settings": {
-            "node_threshold": settings.get("nodes", 0.8), "edge_threshold": settings.get("edges", 0.98)
-        },
+        "generation_settings": {k: v for k, v in graph.settings.items() if isinstance(v, str | int | float | bool)},
+        "pruning_settings": {"node_threshold": nodes, "edge_threshold": edges},
     }  # fmt: skip
 
 
 def _node(graph: Graph, node: Node, name: str, cumulative: float) -> dict[str, Any]:
     layer = {"token": "E", "position": "E", "logit": str(graph.n_layers + 1)}.get(node.kind, str(node.layer))
-    feature = {"feature": pairing(node.layer, node.index), "error": -1, "logit": node.index}.get(
-        node.kind, node.position
-    )
+    numbers = {"feature": pairing(node.layer, node.index), "error": -1, "logit": node.index}
+    feature = numbers.get(node.kind, node.position)
+    token = graph.tokens[node.position]
+    said = {"token": f'Emb: "{token}"', "position": f"Position {node.position}", "error": f'Err: mlp "{token}"'}
     row: dict[str, Any] = {
         "node_id": name, "feature": feature, "layer": layer, "ctx_idx": node.position,
-        "feature_type": FEATURE_TYPES[node.kind], "jsNodeId": "-".join(name.rsplit("_", 1)), "clerp": "",
+        "feature_type": FEATURE_TYPES[node.kind], "jsNodeId": "-".join(name.rsplit("_", 1)),
+        "clerp": said.get(node.kind, ""),
         "influence": None if node.kind == "logit" else cumulative,
         "activation": node.value if node.kind == "feature" else None,
     }  # fmt: skip
@@ -110,10 +107,6 @@ def _node(graph: Graph, node: Node, name: str, cumulative: float) -> dict[str, A
         probability = target["probability"]
         row["clerp"] = f'Output "{target["label"]}"' + ("" if probability is None else f" (p={probability:.3f})")
         row |= {"token_prob": 0.0 if probability is None else probability, "is_target_logit": number == 0}
-    elif node.kind in ("token", "position"):
-        row["clerp"] = f'Emb: "{graph.tokens[node.position]}"' if node.kind == "token" else f"Position {node.position}"
-    elif node.kind == "error":
-        row["clerp"] = f'Err: mlp "{graph.tokens[node.position]}"'
     return row
 
 

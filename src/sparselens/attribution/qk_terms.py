@@ -17,6 +17,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from ..models.architectures import softcapped
 from .graph import KINDS, Graph
 from .interventions import intervene
 from .linear_model import exact
@@ -26,9 +27,7 @@ MEMORY_MB = 1024  # for gradients
 CANDIDATES = 2048  # sources per side among which the largest terms are looked for, the longest vectors first
 
 
-class Term(TypedDict):
-    """One summand of a logit."""
-
+class Term(TypedDict):  # one summand of a logit
     query_source: int  # node ids
     key_source: int
     term: float
@@ -66,14 +65,12 @@ class Look:
         if self.margin is None or self.margin <= 0:
             return []
         both = (self._q * self._k).sum(-1).cpu()  # subtracted twice
-        logits = self.logit - self.by_query - self.by_key + both
-        without = logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
+        without = softcapped(self.logit - self.by_query - self.by_key + both, self._cap)
         order = without.argsort()
         return [int(i) for i in order[: int((without + (self._bias or 0) <= 0).sum())]]
 
     def _to_margin(self, logit: Tensor) -> float:
-        capped = logit if self._cap is None else self._cap * torch.tanh(logit / self._cap)
-        return float(capped) + (self._bias or 0.0)
+        return float(softcapped(logit, self._cap)) + (self._bias or 0.0)
 
 
 @exact
@@ -108,11 +105,8 @@ def _sides(r: Replacement, layer: int, head: int, query: int, key: int) -> tuple
     frozen = r.frozen
     parts, decoder = frozen.decoder.parts[layer], frozen.decoder
     block = frozen.blocks[layer]
-    read = (
-        block.residual
-        if block.attention_norm is None
-        else block.attention_norm.push(block.residual) + block.attention_norm.bias
-    )
+    norm, read = block.attention_norm, block.residual
+    read = read if norm is None else norm.push(read) + norm.bias
     raw = [decoder.project(layer, through, read[None])[0] for through in "qk"]  # [H, T, e]
     clipped = raw if parts.clip is None else [t.clamp(-parts.clip, parts.clip) for t in raw]
     factors = frozen.aim_scales(layer, *clipped)
@@ -122,7 +116,7 @@ def _sides(r: Replacement, layer: int, head: int, query: int, key: int) -> tuple
         own = head if through == "q" else head // decoder.group
         constant = weight.new_zeros(weight.shape[-1]) if bias is None else bias[own]
         every = torch.full((weight.shape[-1],), position, device=weight.device)
-        reads = frozen.reads(2 * layer, block.attention_norm, every, weight[own].T, constant)
+        reads = frozen.reads(2 * layer, norm, every, weight[own].T, constant)
         step = r.at_once(MEMORY_MB)
         rows = torch.cat([r.rows(reads[i : i + step]) for i in range(0, len(reads), step)]).T.clone()  # [n_sources, e]
         fixed = one[head, position] != held[head, position]  # clipped components depend on nothing any more
@@ -176,11 +170,6 @@ def describe(graph: Graph, look: Look) -> str:
     for t in look.terms:
         lines.append(f"{t['term']:+9.4f}  {graph.label(t['query_source'])}  x  {graph.label(t['key_source'])}")
     lines.append(f"{look.rest:+9.4f}  all other pairs")
-    names = KINDS[: len(look.kinds)]
-    lines += [
-        f"{look.kinds[a, b]:+9.4f}  {x} x {y}"
-        for a, x in enumerate(names)
-        for b, y in enumerate(names)
-        if look.kinds[a, b] != 0
-    ]
+    for a, b in look.kinds.nonzero().tolist():
+        lines.append(f"{look.kinds[a, b]:+9.4f}  {KINDS[a]} x {KINDS[b]}")
     return "\n".join(lines)

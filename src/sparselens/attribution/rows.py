@@ -3,39 +3,44 @@
 from typing import Any, NotRequired, TypedDict
 
 
-class TargetRow(TypedDict):
-    """One thing that is explained."""
-
+class TargetRow(TypedDict):  # one thing that is explained
     label: str
     token: int | None  # vocabulary id; None for a difference or a direction
     probability: float | None
     weight: float  # of several targets; they sum to 1
 
 
-class PlacedTarget(TargetRow):
-    """The same, and where in the prompt."""
-
+class PlacedTarget(TargetRow):  # the same, and where in the prompt
     position: int
 
 
-class HeadShare(TypedDict):
-    """What one head brings of an edge."""
-
+class Head(TypedDict):
     layer: int
     head: int
+
+
+class HeadShare(Head):  # what one head brings of an edge, in the unit of its weight
     share: float
 
 
-class LinkShare(HeadShare):
-    """What passes through one head from one key to one query."""
-
+class LinkShare(HeadShare):  # what passes through one head from one key to one query
     query: int
     key: int
 
 
-class CarriedRow(TypedDict):
-    """An edge by the heads that carry it (head_shares.py); all shares in the unit of its weight."""
+class MapRow(Head):  # the attention map of one head
+    cells: list[tuple[int, int, float]]  # query, key, weight; faint cells are left out
 
+
+class ChangeRow(TypedDict):  # a target when something is removed: its value before, and the change
+    before: float
+    predicted: float
+    measured: float
+    predicted_direct: float  # all other features held
+    measured_direct: float  # all MLPs held
+
+
+class CarriedRow(TypedDict):  # an edge by the heads that carry it (head_shares.py)
     weight: float
     departure: list[LinkShare]
     arrival: list[LinkShare]
@@ -47,52 +52,26 @@ class CarriedRow(TypedDict):
     heads_for_80: list[HeadShare]
 
 
-class ChangeRow(TypedDict):
-    """A target when something is removed: its value before, and the change, predicted and measured."""
-
-    before: float
-    predicted: float
-    measured: float
-    predicted_direct: float  # all other features held
-    measured_direct: float  # all MLPs held
-
-
-class EdgeRow(CarriedRow, ChangeRow):
-    """An edge between clusters; the change is what happens to its target when the source cluster is removed."""
-
+class EdgeRow(CarriedRow, ChangeRow):  # an edge between clusters; the change: its target without the source cluster
     source: str
     target: str
     flow: float
     n_heads_for_80: int
 
 
-class MapRow(TypedDict):
-    """The attention map of one head, faint cells left out."""
-
-    layer: int
-    head: int
-    cells: list[tuple[int, int, float]]  # query, key, weight
-
-
-class ClosedRow(ChangeRow):
-    """What closing the links that carry 80 % of an edge does."""
-
+class ClosedRow(ChangeRow):  # what closing the links that carry 80 % of an edge does
     n_links: int
     links: list[list[int]]  # layer, head, query, key
 
 
-class MainRow(EdgeRow):
-    """The edge that was looked at closely."""
-
+class MainRow(EdgeRow):  # the edge that was looked at closely
     keys: list[int]  # positions of its source
     queries: list[int]  # and of its target
     attention: list[MapRow]
     closed: ClosedRow
 
 
-class FeatureRow(TypedDict):
-    """A feature of a cluster."""
-
+class FeatureRow(TypedDict):  # a feature of a cluster
     id: str
     layer: int
     position: int
@@ -101,9 +80,7 @@ class FeatureRow(TypedDict):
     influence: float
 
 
-class ClusterRow(TypedDict):
-    """A named group of nodes."""
-
+class ClusterRow(TypedDict):  # a named group of nodes
     name: str
     kind: str  # word, marks, say, output or chosen
     positions: list[int]
@@ -115,26 +92,18 @@ class ClusterRow(TypedDict):
     sums: dict[str, float]  # value = clusters + within + outside + biases
 
 
-class TermRow(TypedDict):
-    """One pair of sources in an attention logit."""
-
+class TermRow(TypedDict):  # one pair of sources in an attention logit
     query_source: str
     key_source: str
     term: float
 
 
-class ClosingRow(TypedDict):
-    """A source without which a gate would close."""
-
+class ClosingRow(TypedDict):  # a source without which a gate would close
     source: str
     margin_without: float
 
 
-class LookRow(TypedDict):
-    """Why a head looks from a query at a key."""
-
-    layer: int
-    head: int
+class LookRow(Head):  # why a head looks from a query at a key
     query: int
     key: int
     logit: float
@@ -145,33 +114,25 @@ class LookRow(TypedDict):
     closing: list[ClosingRow]
 
 
-class Agreement(TypedDict):
-    """Correlations of predicted and measured changes; None where they do not vary."""
-
+class Agreement(TypedDict):  # correlations of predicted and measured changes; None where they do not vary
     pearson: float | None
     spearman: float | None
     n: int
 
 
-class SingleRow(ChangeRow):
-    """An edge between two nodes, its source removed."""
-
+class SingleRow(ChangeRow):  # an edge between two nodes, its source removed
     source: str
     target: str
     weight: float
 
 
-class SinglesRow(TypedDict):
-    """The strongest edges between single nodes, and how well they predict."""
-
+class SinglesRow(TypedDict):  # the strongest edges between single nodes, and how well they predict
     rows: list[SingleRow]
     agreement: Agreement
     agreement_direct: Agreement
 
 
-class ModelRows(TypedDict):
-    """One prompt in one model."""
-
+class ModelRows(TypedDict):  # one prompt in one model
     model: str
     gated: bool
     prompt: str
@@ -194,8 +155,6 @@ class ModelRows(TypedDict):
     interventions: SinglesRow
 
 
-class TraceRows(ModelRows):
-    """trace.json."""
-
+class TraceRows(ModelRows):  # trace.json
     provenance: dict[str, Any]
     against: NotRequired[ModelRows]  # the second model

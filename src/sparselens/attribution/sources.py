@@ -6,21 +6,16 @@
    position], tokens, positions (GPT-2), biases (attention of every layer, decoder of every layer, own). Logits follow.
 3. `rows`: gradients of many readings are pulled back at once; an edge is a source's write times the gradient there,
    summed over the places it writes to. One matrix product per layer and position, whatever the number of features.
-4. `effects`: the same when active features respond to each other (their slope is 1), so that all indirect paths count.
 """
-
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.decoder import Norm
+from ..transcoders.transcoder import Transcoder
 from .graph import BIAS, ERROR, FEATURE, LOGIT, POSITION, TOKEN
 from .linear_model import Frozen, Reads, join
-
-if TYPE_CHECKING:
-    from ..transcoders.transcoder import Transcoder
 
 CACHE = 2**28  # bytes of decoder rows kept at hand
 TOKENS_AT_ONCE = 512  # while encoding
@@ -30,7 +25,7 @@ class Replacement:
     """One prompt's replaced model. Everything in the dtype of the frozen model, whatever the transcoder's."""
 
     @torch.no_grad()
-    def __init__(self, frozen: Frozen, transcoder: "Transcoder"):
+    def __init__(self, frozen: Frozen, transcoder: Transcoder):
         dims = frozen.dims
         if (transcoder.n_layers, transcoder.d_model) != (dims.n_layers, dims.d_model):
             raise ValueError(
@@ -62,10 +57,7 @@ class Replacement:
         self._cached = 0
         self._logits: tuple[Tensor, Tensor] = (like.new_zeros(0, dims.d_model), like.new_zeros(0))
         self.logit_position = self.n_tokens - 1
-        self._number()
-
-    def _number(self) -> None:
-        t, n_positions = self.n_tokens, 0 if self.frozen.positions is None else self.n_tokens
+        t, n_positions = self.n_tokens, 0 if frozen.positions is None else self.n_tokens
         sizes = [len(self.layer), self.n_layers * t, t, n_positions, 2 * self.n_layers + 1]
         ends = torch.tensor(sizes).cumsum(0).tolist()
         self.columns = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]  # by kind
@@ -97,27 +89,21 @@ class Replacement:
         layer = [self.layer.cpu(), of_errors, before, before[:n_positions], *of_biases]
         position = [self.position.cpu(), positions.repeat(n_layers), positions, positions[:n_positions], everywhere]
         which = torch.tensor([0] * n_layers + [1] * n_layers + [2])
-        index = [
-            self.index.cpu(),
-            torch.zeros(n_layers * t, dtype=torch.int64),
-            self.frozen.ids.cpu(),
-            positions[:n_positions],
-            which,
-        ]
+        index = [self.index.cpu(), torch.zeros_like(of_errors), self.frozen.ids.cpu(), positions[:n_positions], which]
         value = torch.zeros(self.n_sources, dtype=self.activation.dtype)
         value[self.columns[FEATURE]] = self.activation.cpu()
-        return {
-            "kind": torch.cat(kinds).to(torch.int8),
-            "layer": torch.cat(layer).to(torch.int32),
-            "position": torch.cat(position).to(torch.int32),
-            "index": torch.cat(index).to(torch.int32),
-            "value": value,
-        }
+        columns = {"layer": layer, "position": position, "index": index}
+        numbers = {name: torch.cat(parts).to(torch.int32) for name, parts in columns.items()}
+        return {"kind": torch.cat(kinds).to(torch.int8), **numbers, "value": value}
 
     def kind_of(self, ids: Tensor) -> Tensor:
         """Kinds [n] of node ids [n]."""
         ends = torch.tensor([c.stop for c in self.columns], device=ids.device)
         return torch.bucketize(ids.contiguous(), ends, right=True)
+
+    def feature(self, id: int) -> tuple[int, int, int]:
+        """(layer, position, index) of a feature."""
+        return int(self.layer[id]), int(self.position[id]), int(self.index[id])
 
     def set_logits(self, directions: Tensor, constants: Tensor, at: int = -1) -> None:
         """The logit targets: readings of the normed end of the residual stream at a position, [n, D] and [n]."""
@@ -184,8 +170,7 @@ class Replacement:
                 parts.append(self.frozen.reads(2 * layer, self.frozen.final_norm, at, direction, constant))
             else:
                 parts.append(self.frozen.reads(2 * layer + 1, self._norm(layer), *self._encoders(layer, ids[here])))
-        joined, back = join(parts), torch.cat(order).argsort()
-        return Reads(joined.stage[back], joined.position[back], joined.vector[back], joined.constant[back])
+        return join(parts)[torch.cat(order).argsort()]
 
     def values(self, ids: Tensor, run: Frozen | None = None) -> Tensor:
         """Values [n] of targets, pre-activations and logits, in the traced run or in another one."""
@@ -229,24 +214,14 @@ class Replacement:
             start = end
 
     @torch.no_grad()
-    def rows(self, reads: Reads, respond: bool = False) -> Tensor:
-        """Edges from every source to n readings, [n, n_sources]; a row sums to the reading's value.
-
-        respond: features that are active react to what reaches them (`effects`); then a row without its features sums
-        to the value, because features are no origin of anything.
-        """
+    def rows(self, reads: Reads) -> Tensor:
+        """Edges from every source to n readings, [n, n_sources]; a row sums to the reading's value."""
         n, top = len(reads), int(reads.stage.max())
         out = reads.vector.new_zeros(n, self.n_sources)
         gradients = reads.vector.new_zeros(n, self.n_tokens, self.n_layers + 1, self.error.shape[-1])
         errors, biases = out[:, self.columns[ERROR]], out[:, self.columns[BIAS]]
         biases[:, -1] = reads.constant
-
-        def react(layer: int, at_mlp: Tensor) -> Tensor:
-            gradients[:, :, layer + 1] = at_mlp
-            self._feature_edges(out, gradients, layer)
-            return self._through_features(layer, out, biases)
-
-        for pulled in self.frozen.pull(reads, react if respond else None):
+        for pulled in self.frozen.pull(reads):
             layer = pulled.layer
             gradients[:, :, layer + 1] = pulled.place
             if layer < 0:
@@ -255,28 +230,12 @@ class Replacement:
             errors[:, layer * self.n_tokens : (layer + 1) * self.n_tokens] = (pulled.place * self.error[layer]).sum(-1)
             biases[:, layer] = torch.einsum("ntd,td->n", pulled.attention, self.frozen.blocks[layer].constant)
             biases[:, self.n_layers + layer] = pulled.place.sum(1) @ self.transcoder.b_dec[layer].to(out)
-        if not respond:
-            for layer in range(top // 2):  # features above do not reach the readings
-                self._feature_edges(out, gradients, layer)
+        for layer in range(top // 2):  # features above do not reach the readings
+            self._feature_edges(out, gradients, layer)
         out[:, self.columns[TOKEN]] = (gradients[:, :, 0] * self.frozen.embedding).sum(-1)
         if self.frozen.positions is not None:
             out[:, self.columns[POSITION]] = (gradients[:, :, 0] * self.frozen.positions).sum(-1)
         return out
-
-    def _through_features(self, layer: int, out: Tensor, biases: Tensor) -> Tensor:
-        """Gradient at what the MLP of a layer reads, [n, T, D], through its active features; their biases are noted."""
-        here = self._layer_part(layer)
-        slope = out[:, here] / self.activation[here]  # gradient at the activation
-        encoder = self.transcoder.W_enc[layer][self.index[here]].to(out)
-        constant = self.transcoder.b_enc[layer][self.index[here]].to(out)
-        reads = self.frozen.reads(2 * layer + 1, self._norm(layer), self.position[here], encoder, constant)
-        biases[:, -1] += slope @ reads.constant
-        g = out.new_zeros(len(out), self.n_tokens, self.error.shape[-1])
-        return g.index_add_(1, self.position[here], slope[:, :, None] * reads.vector)
-
-    def effects(self, reads: Reads) -> Tensor:
-        """Total linear effect of every source on n readings, [n, n_sources], through all chains of active features."""
-        return torch.cat([self.rows(reads[i : i + 1], respond=True) for i in range(len(reads))])
 
     def at_once(self, memory_mb: float) -> int:
         """How many rows fit into memory together."""

@@ -16,9 +16,9 @@ from .cluster_rules import node_name
 from .clusters import Cluster, ClusterEdge, balance, carry_clusters, choose_edge, cluster_edges
 from .graph import LOGIT, Graph
 from .head_shares import Carried
-from .interventions import Change, EdgeCheck, agreement, check_changes, check_top
+from .interventions import EdgeCheck, agreement, check_changes, check_top
 from .qk_terms import explain_look
-from .rows import ChangeRow, ClusterRow, EdgeRow, LookRow, MainRow, MapRow, ModelRows, SinglesRow
+from .rows import ChangeRow, ClusterRow, EdgeRow, LookRow, MainRow, MapRow, ModelRows, SingleRow, SinglesRow
 
 FEATURES_LISTED = 8  # per cluster
 LOOKS = 3  # heads of the main edge whose logit is taken apart
@@ -28,14 +28,9 @@ FAINT = 0.005  # attention weights below this are not kept for maps
 
 
 def summarise(
-    graph: Graph,
-    clusters: Sequence[Cluster],
-    settings: Trace,
-    *,
-    model: str = "",
-    edge: str | None = None,
+    graph: Graph, clusters: Sequence[Cluster], settings: Trace, *, model: str = "", edge: str | None = None,
     strict: bool = True,
-) -> ModelRows:
+) -> ModelRows:  # fmt: skip
     """All rows of a traced prompt. Needs a live graph.
 
     edge: "source->target", the one to look at closely; strict: whether it must exist (see clusters.choose_edge).
@@ -46,53 +41,31 @@ def summarise(
     if main not in edges:
         edges = [*edges[: settings.cluster_edges - 1], main]
     carried = carry_clusters(graph, edges, settings.links)
-    rows = [
-        _edge(clusters, e, c, change)
-        for e, c, change in zip(edges, carried, _removals(graph, clusters, edges), strict=True)
-    ]
+    changes = _removals(graph, clusters, edges)
+    rows = [_edge(clusters, *parts) for parts in zip(edges, carried, changes, strict=True)]
     number = edges.index(main)
     singles = check_top(graph, settings.checks) if settings.checks else []
     return {
-        "model": model,
-        "gated": graph.settings["gated"],
-        "prompt": graph.prompt,
-        "tokens": graph.tokens,
-        "n_layers": graph.n_layers,
-        "n_heads": graph.n_heads,
+        "model": model, "gated": graph.settings["gated"], "prompt": graph.prompt, "tokens": graph.tokens,
+        "n_layers": graph.n_layers, "n_heads": graph.n_heads,
         "target": [{**t, "position": int(graph.position[-1])} for t in graph.targets],
-        "completeness_error": graph.completeness_error,
-        "scores": graph.scores(),
-        "n_nodes": int(graph.node_kept.sum()),
-        "n_edges": int(graph.edge_kept.sum()),
-        "settings": graph.settings,
+        "completeness_error": graph.completeness_error, "scores": graph.scores(),
+        "n_nodes": int(graph.node_kept.sum()), "n_edges": int(graph.edge_kept.sum()), "settings": graph.settings,
         "clusters": [_cluster(graph, c, sums) for c, sums in zip(clusters, balance(graph, clusters), strict=True)],
-        "edges": rows,
-        "n_cluster_edges": len(every),
-        "main": _main(graph, clusters, main, carried[number], rows[number]),
-        "looks": looks(graph, carried[number]),
-        "agreement": agreement(rows),
-        "agreement_direct": agreement(rows, "predicted_direct", "measured_direct"),
+        "edges": rows, "n_cluster_edges": len(every),
+        "main": _main(graph, clusters, main, carried[number], rows[number]), "looks": looks(graph, carried[number]),
+        "agreement": agreement(rows), "agreement_direct": agreement(rows, "predicted_direct", "measured_direct"),
         "interventions": _interventions(graph, singles),
-    }
-
-
-def _edge(clusters: Sequence[Cluster], edge: ClusterEdge, carried: Carried, change: Change) -> EdgeRow:
-    row = carried.as_row()
-    return {
-        "source": clusters[edge.source].name, "target": clusters[edge.target].name, "flow": edge.flow, **row,
-        "n_heads_for_80": len(row["heads_for_80"]), **_renamed(change),
     }  # fmt: skip
 
 
-def _renamed(change: Change) -> ChangeRow:
-    """`direct` of an edge is its part through no head; of an intervention, its part through no other feature."""
-    return {
-        "before": change["before"], "predicted": change["predicted"], "measured": change["measured"],
-        "predicted_direct": change["direct"], "measured_direct": change["measured_direct"],
-    }  # fmt: skip
+def _edge(clusters: Sequence[Cluster], edge: ClusterEdge, carried: Carried, change: ChangeRow) -> EdgeRow:
+    row, source, target = carried.as_row(), clusters[edge.source].name, clusters[edge.target].name
+    n = len(row["heads_for_80"])
+    return {"source": source, "target": target, "flow": edge.flow, **row, "n_heads_for_80": n, **change}
 
 
-def _removals(graph: Graph, clusters: Sequence[Cluster], edges: Sequence[ClusterEdge]) -> list[Change]:
+def _removals(graph: Graph, clusters: Sequence[Cluster], edges: Sequence[ClusterEdge]) -> list[ChangeRow]:
     """What removing the source cluster does to the targets of each edge. One set of runs per source cluster."""
     read = [set(edge.targets.tolist()) for edge in edges]
     watched = sorted(set().union(*read)) if read else []
@@ -103,7 +76,7 @@ def _removals(graph: Graph, clusters: Sequence[Cluster], edges: Sequence[Cluster
 
 
 def _cluster(graph: Graph, cluster: Cluster, sums: dict[str, float]) -> ClusterRow:
-    features = [graph.node(n) for n in cluster.nodes if graph.node(n).kind == "feature"]
+    features = [node for node in map(graph.node, cluster.nodes) if node.kind == "feature"]
     features.sort(key=lambda node: -node.influence)
     return {
         "name": cluster.name, "kind": cluster.kind, "positions": cluster.positions, "layers": list(cluster.layers),
@@ -128,16 +101,14 @@ def _main(graph: Graph, clusters: Sequence[Cluster], edge: ClusterEdge, carried:
         "keys": clusters[edge.source].positions,
         "queries": clusters[edge.target].positions,
         "attention": [_map(graph, layer, head) for layer, head in carried.heads_for(0.8)],
-        "closed": {"n_links": len(links), "links": [list(link) for link in links], **_renamed(closed)},
+        "closed": {"n_links": len(links), "links": [list(link) for link in links], **closed},
     }
 
 
 def _map(graph: Graph, layer: int, head: int) -> MapRow:
     weights = graph.replacement().frozen.pattern(layer, slice(head, head + 1))[0].cpu()
-    cells = (weights >= FAINT).nonzero().tolist()
-    return {
-        "layer": layer, "head": head, "cells": [(q, k, round(float(weights[q, k]), 4)) for q, k in cells],
-    }  # fmt: skip
+    cells = [(q, k, round(float(weights[q, k]), 4)) for q, k in (weights >= FAINT).nonzero().tolist()]
+    return {"layer": layer, "head": head, "cells": cells}
 
 
 def looks(graph: Graph, carried: Carried) -> list[LookRow]:
@@ -165,17 +136,19 @@ def looks(graph: Graph, carried: Carried) -> list[LookRow]:
     return found
 
 
-def _interventions(graph: Graph, rows: list[EdgeCheck]) -> SinglesRow:
+def _interventions(graph: Graph, checks: list[EdgeCheck]) -> SinglesRow:
     """The strongest edges between single nodes, removed one by one."""
-    return {
-        "rows": [
-            {"source": graph.label(row["sources"][0]), "target": graph.label(row["targets"][0]),
-             "weight": row["weight"], **_renamed(row)}
-            for row in rows
-        ],
-        "agreement": agreement(rows),
-        "agreement_direct": agreement(rows, "direct", "measured_direct"),
-    }  # fmt: skip
+    rows: list[SingleRow] = [
+        {
+            "source": graph.label(check["sources"][0]), "target": graph.label(check["targets"][0]),
+            "weight": check["weight"], "before": check["before"], "predicted": check["predicted"],
+            "measured": check["measured"], "predicted_direct": check["predicted_direct"],
+            "measured_direct": check["measured_direct"],
+        }
+        for check in checks
+    ]  # fmt: skip
+    direct = agreement(rows, "predicted_direct", "measured_direct")
+    return {"rows": rows, "agreement": agreement(rows), "agreement_direct": direct}
 
 
 def tell(rows: ModelRows) -> str:

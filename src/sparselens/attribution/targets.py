@@ -1,14 +1,12 @@
 """What a trace explains: tokens, a difference of two, any direction; each a reading of the residual stream's end."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from .linear_model import Frozen
 from .rows import TargetRow
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class Target(NamedTuple):
@@ -20,7 +18,7 @@ class Target(NamedTuple):
 
 
 def choose_targets(
-    frozen: Frozen, tokenizer: "PreTrainedTokenizerBase", target: Any, mass: float = 0.95, most: int = 10, at: int = -1
+    frozen: Frozen, tokenizer: PreTrainedTokenizerBase, target: Any, mass: float = 0.95, most: int = 10, at: int = -1
 ) -> list[Target]:
     """What to explain at a position, weights summing to 1; `target` as `sl.trace` takes it."""
     probability = frozen.logits(capped=True, at=at).softmax(-1)
@@ -60,12 +58,12 @@ def _target(
     return Target({"label": label, "token": token, "probability": probability, "weight": weight}, direction, constant)
 
 
-def text_of(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> str:
+def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     """Tokens as text."""
     return str(tokenizer.decode(ids))
 
 
-def _token(tokenizer: "PreTrainedTokenizerBase", text: str | int, vocabulary: int) -> int:
+def _token(tokenizer: PreTrainedTokenizerBase, text: str | int, vocabulary: int) -> int:
     if isinstance(text, int):
         if not 0 <= text < vocabulary:
             raise ValueError(f"target token {text}: the vocabulary has {vocabulary} tokens")

@@ -9,9 +9,9 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -47,25 +47,13 @@ def _or_two_arguments(verb: Verb) -> Verb:
 
 @_or_two_arguments
 def trace(
-    source: Source,
-    transcoder: Features,
-    prompt: Prompt,
-    target: Any = None,
-    *,
-    settings: Trace | None = None,
-    against: tuple[Source, Features] | None = None,
-    names: Sequence[str] = (),
-    clusters: str | Path | Mapping[str, Any] | None = None,
-    edge: str | None = None,
-    out: str | Path | None = None,
-    json: str | Path | None = None,
-    mass: float = 0.95,
-    most_targets: int = 10,
-    edges_per_row: int = 4096,
-    show_progress: bool = False,
-    say: Callable[[str], None] | None = None,
+    source: Source, transcoder: Features, prompt: Prompt, target: Any = None, *, settings: Trace | None = None,
+    against: tuple[Source, Features] | None = None, names: Sequence[str] = (),
+    clusters: str | Path | Mapping[str, Any] | None = None, edge: str | None = None,
+    out: str | Path | None = None, json: str | Path | None = None, mass: float = 0.95, most_targets: int = 10,
+    edges_per_row: int = 4096, show_progress: bool = False, say: Callable[[str], None] | None = None,
     **overrides: Any,
-) -> Graph:
+) -> Graph:  # fmt: skip
     """The attribution graph of a prompt: who feeds whom, and how much, with every row adding up exactly.
 
     source: a name, a path, a Run, or (model, tokenizer). transcoder: its Run, its folder, or the Transcoder itself.
@@ -147,14 +135,10 @@ def _graph(
     if beside is not None and beside.replacement().frozen.ids.tolist() != ids:
         raise ValueError("the second model reads the prompt as other tokens than the first; compare related models")
     coder = coder.to(next(model.parameters()).device)
-    graph: Graph = attribution_graph(model, tokenizer, coder, prompt, target, **growth)
-    return graph
+    return attribution_graph(model, tokenizer, coder, prompt, target, **growth)
 
 
-@dataclass
-class _Part:
-    """What one of the models gives."""
-
+class _Part(NamedTuple):  # what one of the models gives
     name: str
     graph: Graph
     clusters: list[Cluster]
@@ -162,16 +146,10 @@ class _Part:
 
 
 def _sum_up(
-    models: Sequence[tuple[Source, Transcoder]],
-    names: Sequence[str],
-    prompt: Prompt,
-    target: Any,
-    growth: dict[str, Any],
-    settings: Trace,
-    rules: Mapping[str, Any] | None,
-    edge: str | None,
+    models: Sequence[tuple[Source, Transcoder]], names: Sequence[str], prompt: Prompt, target: Any,
+    growth: dict[str, Any], settings: Trace, rules: Mapping[str, Any] | None, edge: str | None,
     say: Callable[[str], None],
-) -> list[_Part]:
+) -> list[_Part]:  # fmt: skip
     """Graph and rows of each model; what was left open (target, edge) is the first one's choice."""
     parts: list[_Part] = []
     for (source, coder), name in zip(models, names, strict=True):

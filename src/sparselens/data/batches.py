@@ -115,16 +115,9 @@ class TokenCache:
 
     @classmethod
     def build(
-        cls,
-        patterns: list[str],
-        tokenizer: "PreTrainedTokenizerBase",
-        cache: Path,
-        *,
-        need: int,
-        heldout: int,
-        field: str = "text",
-        progress: bool = True,
-    ) -> "TokenCache":
+        cls, patterns: list[str], tokenizer: "PreTrainedTokenizerBase", cache: Path, *, need: int, heldout: int,
+        field: str = "text", progress: bool = True,
+    ) -> "TokenCache":  # fmt: skip
         """Tokenise until there are `need` training and `heldout` held-out tokens, or the text ends."""
         key, sources = _fingerprint(patterns, tokenizer, need, heldout, field)
         folder = cache / key
@@ -196,10 +189,9 @@ def refuse_overlap(patterns: list[str], heldout: list[str]) -> None:
         | {pattern for pattern in some if not is_local(pattern)}
         for some in (patterns, heldout)
     )
-    if files & apart:
-        raise ValueError(
-            f"{min(files & apart)} is named by --data and by --heldout: held-out text would be trained on; name it once"
-        )
+    if both := files & apart:
+        named = f"{min(both)} is named by --data and by --heldout"
+        raise ValueError(f"{named}: held-out text would be trained on; name it once")
 
 
 def _stamp(path: Path) -> list[int]:
@@ -290,10 +282,8 @@ def _tokenise(
     def flush() -> None:
         for name, buffer in buffers.items():
             if buffer:
-                tokens = np.concatenate(buffer)
-                file = f"{name}-{len(index[name]):05d}.npy"
-                content = io.BytesIO()
-                np.save(content, tokens, allow_pickle=False)
+                file, content = f"{name}-{len(index[name]):05d}.npy", io.BytesIO()
+                np.save(content, np.concatenate(buffer), allow_pickle=False)
                 write_bytes(folder / file, content.getvalue())
                 index[name].append(file)
                 buffer.clear()
@@ -331,19 +321,10 @@ class TextBatches:
     """Packed sequences of `length` tokens from text: training and held-out (see `Batches`)."""
 
     def __init__(
-        self,
-        patterns: list[str],
-        tokenizer: "PreTrainedTokenizerBase",
-        length: int,
-        *,
-        cache: Path,
-        need: int,
-        heldout_patterns: list[str] | None = None,
-        heldout_tokens: int = 1 << 18,
-        field: str = "text",
-        seed: int = 0,
+        self, patterns: list[str], tokenizer: "PreTrainedTokenizerBase", length: int, *, cache: Path, need: int,
+        heldout_patterns: list[str] | None = None, heldout_tokens: int = 1 << 18, field: str = "text", seed: int = 0,
         progress: bool = True,
-    ):
+    ):  # fmt: skip
         self.length, self.seed, self.vocabulary = length, seed, len(tokenizer)
         self._orders: dict[int, Tokens] = {}  # epoch -> order of its sequences
         for pattern in (*patterns, *(heldout_patterns or ())):

@@ -30,9 +30,8 @@ def find_files(patterns: list[str]) -> list[Path]:
         files += found
     for path in files:
         if not _format(path):
-            raise ValueError(
-                f"cannot read {path}: expected {', '.join(FORMATS)}, plain or with {', '.join(COMPRESSIONS)}"
-            )
+            expected = f"{', '.join(FORMATS)}, plain or with {', '.join(COMPRESSIONS)}"
+            raise ValueError(f"cannot read {path}: expected {expected}")
         if path.stat().st_size == 0:
             raise ValueError(f"{path} is empty")
     return files
@@ -147,9 +146,8 @@ def dataset_documents(name: str, field: str) -> Iterator[tuple[str, bool]]:
     try:
         rows = datasets.load_dataset(repository, config or None, split=split or "train", streaming=True)
     except Exception as error:  # the hub's many ways of saying no
-        raise ValueError(
-            f"no text found: {name!r} names no file, and no Hugging Face dataset could be opened ({error})"
-        ) from error
+        none = f"{name!r} names no file, and no Hugging Face dataset could be opened"
+        raise ValueError(f"no text found: {none} ({error})") from error
     for row in rows:
         yield _field(row, field, name), True
 

@@ -4,16 +4,15 @@ The model reads eleven characters and answers at the five question marks, all at
 4 layers of 4 heads there are 4 * 4 * 66 = 1,056 possible edges.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from .task import ANSWER
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CHARACTERS = "0123456789+=?"
 POSITIONS = 11
@@ -40,8 +39,7 @@ class AdditionBatches:
     def __init__(self, seed: int = 0):
         self.seed = seed
         numbers = np.random.default_rng(seed).permutation(100 * 100)
-        example = EXAMPLE[0] * 100 + EXAMPLE[1]
-        at = int(np.flatnonzero(numbers == example)[0])
+        at = int(np.flatnonzero(numbers == EXAMPLE[0] * 100 + EXAMPLE[1])[0])
         numbers[[0, at]] = numbers[[at, 0]]
         pairs = torch.from_numpy(np.stack([numbers // 100, numbers % 100], -1))
         self.heldout_pairs, self._train = pairs[: self.n_heldout], pairs[self.n_heldout :]
@@ -60,14 +58,11 @@ class AdditionBatches:
         return {"name": "addition", "seed": self.seed, "heldout_sequences": self.n_heldout, "length": self.length}
 
 
-def make_model(seed: int = 0, dropout: float = 0.3) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+def make_model(seed: int = 0, dropout: float = 0.3) -> tuple[GPT2LMHeadModel, PreTrainedTokenizerFast]:
     """An untrained 4-layer, 4-head, 64-wide GPT-2 and a tokenizer that reads characters.
 
     dropout: on attention weights alone. Without it so small a model concentrates by itself (docs/LOG.md).
     """
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
-
     torch.manual_seed(seed)
     config = GPT2Config(
         vocab_size=len(CHARACTERS), n_positions=POSITIONS, n_embd=64, n_layer=4, n_head=4, activation_function="relu",

@@ -39,10 +39,6 @@ SPARSE = Sparsify(
         checkpoint_every=600,
     ),
 )  # fmt: skip
-ABOUT = {  # what the report should know of these models
-    "name": "The addition model", "task": "addition", "exact": True, "filled": ANSWER,
-    "prompts": [prompt_of(text) for text in ("36+28", "7+95", "50+50", "86+19")],
-}  # fmt: skip
 FEATURES = Transcode(
     features=256, k=8, sparsity=0.01, sparsity_warmup=0.2, steps=500, batch=64, lr=3e-3, decay=0.3, dead_after=20_000,
     evaluate_every=500, evaluate_sequences=500, checkpoint_every=500,
@@ -51,7 +47,7 @@ FEATURES = Transcode(
 # What the report says of this Run, asks of it and shows.
 ABOUT = {
     "name": "The addition model", "task": "addition", "exact": True, "filled": ANSWER,
-    "prompts": [f"{a:02}+{b:02}=" + "?" * ANSWER for a, b in (EXAMPLE, (7, 95), (50, 50), (86, 19))],
+    "prompts": [prompt_of(text) for text in ("36+28", "7+95", "50+50", "86+19")],
 }  # fmt: skip
 
 
@@ -60,10 +56,8 @@ def demo(
 ) -> Run:
     """A dense addition model, its control, the sparse one, figures 1 to 4: from nothing. Goes on where it stopped."""
     out = Path(out)
-    if all(
-        (out / name).is_file()
-        for name in ("summary.json", "figure1.png", "circuits.json", "trace/trace.json", "report.html")
-    ):
+    complete = ("summary.json", "figure1.png", "circuits.json", "trace/trace.json", "report.html")
+    if all((out / name).is_file() for name in complete):
         run = Run(out)
         say(f"{out} is complete; remove it to run the demo again.\n")
         with reading(out):
@@ -77,15 +71,13 @@ def demo(
     asked["dense"] = dataclasses.asdict(dense_settings)
     resume = (out / "run.json").is_file()
     run = Run.create(out, "demo", asked, resume)
-    run.write("about.json", ABOUT)
     try:
         run.write("about.json", ABOUT)
         base, tokenizer = _dense(run, batches, dense_settings, resume, show_progress, say)
         quiet: dict[str, Any] = {"resume": resume, "show_progress": show_progress, "say": lambda text: None}
         sparse = sparsify_into(run, base, tokenizer, batches, sparse_settings, **quiet)
-        example = next(
-            (pair for pair in batches.heldout_pairs[:20].tolist() if _both_right(base, sparse, *pair)), EXAMPLE
-        )
+        tried = batches.heldout_pairs[:20].tolist()
+        example = next((pair for pair in tried if _both_right(base, sparse, *pair)), EXAMPLE)
         flow = {"base": flow_of(base, *example), "sparse": flow_of(sparse, *example)}
         run.write("figure1.json", flow)
         for suffix in ("png", "svg"):
@@ -93,20 +85,14 @@ def demo(
         multiplier = _circuits(run, (base, tokenizer), sparse, seed)
         features = _features(run, (base, tokenizer), (sparse, tokenizer), batches, example, seed, show_progress)
         rows = run.read("evaluation.json")
-        dense_row, sparse_row = rows[0], rows[-1]
-        edges_total = flow["base"]["edges"]
-        summary = run.read("summary.json") | {
-            "dense_exact": dense_row["exact"],
-            "sparse_exact": sparse_row["exact"],
-            "density": sparse_row["density"],
-            "edges_open": sparse_row["density"] * edges_total,
-            "edges_total": edges_total,
-            "edges_per_layer": [share * edges_total / 4 for share in sparse_row["density_per_layer"]],
-            "multiplier": multiplier,
-            "features": features,
-            "seconds": round(time.perf_counter() - began, 1),
-        }
-        run.write("summary.json", summary)
+        dense_row, sparse_row, total = rows[0], rows[-1], flow["base"]["edges"]
+        found = {
+            "dense_exact": dense_row["exact"], "sparse_exact": sparse_row["exact"], "density": sparse_row["density"],
+            "edges_open": sparse_row["density"] * total, "edges_total": total,
+            "edges_per_layer": [share * total / 4 for share in sparse_row["density_per_layer"]],
+            "multiplier": multiplier, "features": features, "seconds": round(time.perf_counter() - began, 1),
+        }  # fmt: skip
+        run.write("summary.json", run.read("summary.json") | found)
         report(out, say=lambda text: None)
         for leftover in ("checkpoints", "best", "control/checkpoints", "base/checkpoints"):
             shutil.rmtree(out / leftover, ignore_errors=True)
@@ -148,21 +134,14 @@ def _circuits(run: Run, base: Loaded, sparse: nn.Module, seed: int) -> dict[str,
     for role, circuit in result.circuits["addition"].items():
         circuit.save(run.path / f"circuit-addition-{role}.json")
     draw_all(result, run.path)
-    row = result["tasks"]["addition"]
-    kinds = {"tokens": "corrupted", "components": "components"}
-    found = row["multipliers"]
+    kinds, found = {"tokens": "corrupted", "components": "components"}, result["tasks"]["addition"]["multipliers"]
     return {kind: found[reading]["dense"]["0.9"] for kind, reading in kinds.items() if reading in found}
 
 
 def _features(
-    run: Run,
-    base: Loaded,
-    sparse: Loaded,
-    batches: AdditionBatches,
-    example: tuple[int, int],
-    seed: int,
+    run: Run, base: Loaded, sparse: Loaded, batches: AdditionBatches, example: tuple[int, int], seed: int,
     show_progress: bool,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Figure 4: features of both models' MLPs, one sum traced through them, and the heads that carry it."""
     transcoders = {}
     settings = dataclasses.replace(FEATURES, seed=seed)
@@ -214,12 +193,9 @@ def flow_of(model: Any, a: int, b: int) -> dict[str, Any]:
     text = "".join(CHARACTERS[i] for i in inputs[0])
     attention = torch.stack(output.attentions)[:, 0]
     n_edges = int((attention > 0).sum()) if options else attention[..., 0].numel() * (POSITIONS + 1) // 2
-    return {
-        "input": text,
-        "output": text[:-ANSWER] + answer(model, a, b),
-        "edges": n_edges,
-        "attention": [[[[round(w, 6) for w in row] for row in head] for head in layer] for layer in attention.tolist()],
-    }  # fmt: skip
+    rounded = [[[[round(w, 6) for w in row] for row in head] for head in layer] for layer in attention.tolist()]
+    said = text[:-ANSWER] + answer(model, a, b)
+    return {"input": text, "output": said, "edges": n_edges, "attention": rounded}
 
 
 def _tell(run: Run, say: Callable[[str], None]) -> None:

@@ -9,10 +9,11 @@ A Run with newer models is looked at again; otherwise what is there is used.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from .. import tasks
 from ..models.architectures import base_model, dimensions
@@ -22,22 +23,13 @@ from ..runs.about import about
 from ..runs.run import Run, write_json
 from ..tasks.words import Words, piece
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-TEXTS = (
-    'The opposite of "large" is "',
-    "When Mary and John went to the store, John gave a drink to",
-)
+TEXTS = ('The opposite of "large" is "', "When Mary and John went to the store, John gave a drink to")
 FORMAT = 2  # of attention.json; 1 had no token in front of prompts
 MOST_TOKENS = 64  # a page shows this many without becoming a wall
 
 
 def attention_rows(
-    run: Run | Path | str,
-    prompts: tuple[str, ...] = (),
-    traced: Sequence[str] = (),
-    say: Callable[[str], None] = print,
+    run: Run | Path | str, prompts: tuple[str, ...] = (), traced: Sequence[str] = (), say: Callable[[str], None] = print
 ) -> dict[str, Any] | None:
     """The Run's attention/attention.json, made first if it is missing or old; None if the Run has no models yet.
 
@@ -134,7 +126,7 @@ def _look(folders: dict[str, Path | str], texts: list[str], out: Path, say: Call
     return {"format": FORMAT, "shape": shape, "prompts": prompts, "notes": notes}
 
 
-def _tokens(tokenizer: "PreTrainedTokenizerBase", text: str, longest: int) -> tuple[torch.Tensor, list[str], bool]:
+def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, longest: int) -> tuple[torch.Tensor, list[str], bool]:
     """(ids [1, tokens], the piece of text each stands for, whether the prompt was cut)."""
     tokens = Words(tokenizer).encode(text)
     found = tokenizer(text, return_offsets_mapping=tokenizer.is_fast)
@@ -152,7 +144,7 @@ def _tokens(tokenizer: "PreTrainedTokenizerBase", text: str, longest: int) -> tu
 
 @torch.no_grad()
 def look(
-    model: nn.Module, tokenizer: "PreTrainedTokenizerBase", ids: torch.Tensor
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """(what the model says at every position, attention): `weights` fp16 and, for a gated model, `margin` fp32.
 
@@ -166,15 +158,11 @@ def look(
     output = model(ids, **common, **({"gate_output": "pattern"} if gated else {}))
     weights = torch.stack(output.attentions)[:, 0]
     # fp16 rounds the weakest edges to nothing; the picture must not lose an edge that is there.
-    smallest = torch.finfo(torch.float16).tiny
-    kept = torch.where(weights > 0, weights.clamp(min=smallest), weights)
+    kept = torch.where(weights > 0, weights.clamp(min=torch.finfo(torch.float16).tiny), weights)
     found = {"weights": kept.half().cpu().contiguous()}
     if gated:
         margins = model(ids, **common, gate_output="margin").attentions
         found["margin"] = torch.stack(margins)[:, 0].float().cpu().contiguous()
     probability, best = output.logits[0].float().softmax(-1).max(-1)
-    says = {
-        "says": [piece(tokenizer, i) for i in best.tolist()],
-        "probability": [round(p, 4) for p in probability.tolist()],
-    }
-    return says, found
+    says = [piece(tokenizer, i) for i in best.tolist()]
+    return {"says": says, "probability": [round(p, 4) for p in probability.tolist()]}, found

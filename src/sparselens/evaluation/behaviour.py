@@ -8,13 +8,14 @@ The first model is the one the others are compared with.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from .. import tasks as registry
 from ..circuits.discover import answered
@@ -24,21 +25,15 @@ from ..tasks.prompts import build
 from ..tasks.words import Words
 from ..training.measure import measure
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 def read_prompts(path: Path | None = None) -> list[str]:
     """One prompt per line; without a file, fifty ordinary ones."""
-    if path is None:
-        text = (files(__package__) / "ordinary_prompts.txt").read_text(encoding="utf-8")
-    elif not path.is_file():
+    if path is not None and not path.is_file():
         raise ValueError(f"no such file of prompts: {path}")
-    else:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv") from None
+    try:
+        text = (path or files(__package__) / "ordinary_prompts.txt").read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv") from None
     prompts = [line.rstrip() for line in text.split("\n") if line.strip()]  # a space at the end would be a token
     if not prompts:
         raise ValueError(f"{path} holds no prompts; expected one per line")
@@ -46,19 +41,11 @@ def read_prompts(path: Path | None = None) -> list[str]:
 
 
 def behaviour(
-    models: dict[str, nn.Module],
-    tokenizer: "PreTrainedTokenizerBase",
-    prompts: list[str] | None = None,
-    *,
-    batches: Batches | None = None,
-    sequences: tuple[int, int] | None = None,
-    tasks: "list[str | registry.Task]" = [],  # noqa: B006 (never changed)
-    task_prompts: int = 200,
-    top: int = 3,
-    seed: int = 0,
-    micro_batch: int = 8,
-    say: Callable[[str], None] = print,
-) -> dict[str, Any]:
+    models: dict[str, nn.Module], tokenizer: PreTrainedTokenizerBase, prompts: list[str] | None = None, *,
+    batches: Batches | None = None, sequences: tuple[int, int] | None = None,
+    tasks: Sequence[str | registry.Task] = (), task_prompts: int = 200, top: int = 3, seed: int = 0,
+    micro_batch: int = 8, say: Callable[[str], None] = print,
+) -> dict[str, Any]:  # fmt: skip
     """Everything side by side; see the top of this file. All models share one tokenizer.
 
     prompts: default, the fifty ordinary ones. batches: held-out text (data.TextBatches), `sequences` (first, count) of
@@ -67,9 +54,8 @@ def behaviour(
     check_one_vocabulary(models)
     first = next(iter(models))
     longest = min(dimensions(base_model(model).config).max_tokens for model in models.values())
-    built = [
-        (task.name, build(task, tokenizer, task_prompts, seed, longest, say)) for task in map(registry.find, tasks)
-    ]
+    found = [registry.find(task) for task in tasks]
+    built = {task.name: build(task, tokenizer, task_prompts, seed, longest, say) for task in found}
     texts = _next_tokens(models, tokenizer, read_prompts() if prompts is None else prompts, top)
     result: dict[str, Any] = {"models": list(models), "compared_with": first}
     if batches is not None:
@@ -79,7 +65,7 @@ def behaviour(
             for name, model in models.items()
         }
     result["tasks"] = {
-        task: {name: _share(answered(model, pairs)) for name, model in models.items()} for task, pairs in built
+        task: {name: _share(answered(model, pairs)) for name, model in models.items()} for task, pairs in built.items()
     }
     same = {name: [one["next"][name][0]["token"] == one["next"][first][0]["token"] for one in texts] for name in models}
     result["prompts_same_top1"] = {name: sum(hits) for name, hits in same.items()}
@@ -100,7 +86,7 @@ def _share(right: torch.Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def _next_tokens(
-    models: dict[str, nn.Module], tokenizer: "PreTrainedTokenizerBase", prompts: list[str], top: int
+    models: dict[str, nn.Module], tokenizer: PreTrainedTokenizerBase, prompts: list[str], top: int
 ) -> list[dict[str, Any]]:
     """Per prompt and model: the likeliest next tokens, and KL(first || model) of that one distribution."""
     words, rows = Words(tokenizer), []

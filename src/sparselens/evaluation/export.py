@@ -17,6 +17,11 @@ from ..models.loading import load, save
 from ..runs.run import Run, check_folder, reading, whole_folder, write_bytes
 
 ADAPTER = "adapter_config.json"
+NOT_SETTINGS = ("model", "data", "text")  # they name files
+WITHOUT_CONTROL = "There is no matched dense control: part of any difference to the base may be adaptation to the text."
+WITH_CONTROL = (
+    "The control is the same model with the same further training and no gates: compare the sparse model with it."
+)
 
 
 def export(run: str | Path | Run, out: str | Path, merge: bool = True) -> Path:
@@ -73,7 +78,7 @@ def model_card(run: Run, adapter: bool = False, first: str | None = None) -> str
     config, rows = run.record["config"], run.read("evaluation.json")
     by_kind = {row["kind"]: row for row in rows}
     sparse, summary = by_kind["sparse"], run.read("summary.json")
-    base = str(config["model"])
+    base, layers = str(config["model"]), sparse.get("density_per_layer")
     made_here = Path(base).exists() or (run.path / "base").is_dir()
     on_hub = not made_here and base.count("/") <= 1
     name = short_name(base)
@@ -92,12 +97,9 @@ def model_card(run: Run, adapter: bool = False, first: str | None = None) -> str
         f"({_number(sparse['edges_per_query'], '.2f')} keys per query and head). A closed edge carries exactly "
         f"nothing. The run {met} ({target}).",
         "## Measured\n\n" + _table(rows),
-        f"On {sparse['sequences']} held-out sequences that steered nothing; ± is one standard error. The control is "
-        "the same model with the same further training and no gates: compare the sparse model with it."
-        if "control" in by_kind
-        else f"On {sparse['sequences']} held-out sequences that steered nothing; ± is one standard error. There is no "
-        "matched dense control: part of any difference to the base may be adaptation to the text.",
-        _layers(sparse),
+        f"On {sparse['sequences']} held-out sequences that steered nothing; ± is one standard error. "
+        + (WITH_CONTROL if "control" in by_kind else WITHOUT_CONTROL),
+        layers and f"Density by layer: {', '.join(f'{share:.2%}' for share in layers)}.",
         "## How to load it\n\n```python\nimport sparselens as sl\n\n"
         f'model, tokenizer = sl.load("{"path/to/this/folder"}")\n```\n\n'
         "Plain `from_pretrained` refuses this folder: it would load a dense model without a word."
@@ -132,25 +134,18 @@ def _table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _layers(row: dict[str, Any]) -> str:
-    layers = row.get("density_per_layer")
-    return "" if not layers else "Density by layer: " + ", ".join(f"{share:.2%}" for share in layers) + "."
-
-
 def _making(config: dict[str, Any], about: dict[str, Any]) -> str:
     training, data = config["training"], config.get("data")
     data = data if isinstance(data, dict) else {}  # the demo's sums are made, not read
     sources = data.get("sources")
     names = sorted({Path(str(one[0])).name for group in (sources or {}).values() for one in group})
     tokens = training["steps"] * training["batch"] * (data.get("length") or 0)
-    lines = [f"- text: {', '.join(f'`{name}`' for name in names)}" if names else ""]
-    lines += (
-        [f"- {tokens:,} tokens in {training['steps']:,} steps, sequences of {data['length']} tokens"] if tokens else []
-    )
-    lines += [f"- settings: `{json.dumps({k: v for k, v in config.items() if k not in _NOT_SETTINGS}, default=str)}`"]
+    settings = {k: v for k, v in config.items() if k not in NOT_SETTINGS}
     versions = about.get("versions", {})
-    lines += ["- versions: " + ", ".join(f"{name} {number}" for name, number in versions.items())] if versions else []
+    lines = [
+        names and f"- text: {', '.join(f'`{name}`' for name in names)}",
+        tokens and f"- {tokens:,} tokens in {training['steps']:,} steps, sequences of {data['length']} tokens",
+        f"- settings: `{json.dumps(settings, default=str)}`",
+        versions and "- versions: " + ", ".join(f"{name} {number}" for name, number in versions.items()),
+    ]
     return "\n".join(line for line in lines if line)
-
-
-_NOT_SETTINGS = ("model", "data", "text")  # they name files

@@ -9,21 +9,18 @@ import difflib
 import logging
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from ..tasks.words import Words
-
-if TYPE_CHECKING:
-    from lm_eval.api.task import Task
-    from transformers import PreTrainedTokenizerBase
 
 FORMATS = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}  # suffix -> loader of the datasets library
 SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 
 
-def find_benchmarks(names: list[str], questions: Path | None = None) -> "list[Task]":
+def find_benchmarks(names: list[str], questions: Path | None = None) -> list[Any]:
     """lm-eval's tasks of these names with their questions; one sentence where a package, name or file is missing."""
     if questions is not None and not questions.is_dir():
         raise ValueError(f"no such folder of questions: {questions}")
@@ -71,10 +68,8 @@ def _from_files(entry: Any, questions: Path) -> dict[str, Any]:
                 kinds.add(kind)
     asked = splits["test_split"] or splits["validation_split"]  # lm-eval's own choice
     if asked not in files or len(kinds) > 1:
-        raise ValueError(
-            f"no questions for {name}: expected {questions / name / f'{asked}.jsonl'} (or .parquet, .arrow; "
-            "all splits in one format)"
-        )
+        expected = f"{questions / name / f'{asked}.jsonl'} (or .parquet, .arrow; all splits in one format)"
+        raise ValueError(f"no questions for {name}: expected {expected}")
     # Splits that are not there serve only to draw examples from, which zero-shot evaluation does not.
     missing = {key: None for key, split in splits.items() if split is not None and split not in files}
     source = {"dataset_path": kinds.pop(), "dataset_name": None, "dataset_kwargs": {"data_files": files}}
@@ -83,15 +78,15 @@ def _from_files(entry: Any, questions: Path) -> dict[str, Any]:
 
 def answer_benchmarks(
     model: nn.Module,
-    tokenizer: "PreTrainedTokenizerBase",
-    benchmarks: "list[Task]",
+    tokenizer: PreTrainedTokenizerBase,
+    benchmarks: list[Any],
     *,
     limit: int | None = None,
     batch: int = 16,
 ) -> dict[str, dict[str, float]]:
     """Per benchmark: every metric of lm-eval with its standard error (acc, acc_stderr, ...), and the questions asked.
 
-    limit: only the first so many questions of each.
+    benchmarks: as `find_benchmarks` gives them. limit: only the first so many questions of each.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -123,13 +118,9 @@ def benchmark_rows(found: Any) -> dict[str, dict[str, float]]:
 
 def benchmark_table(rows: list[dict[str, Any]]) -> str:
     """One line per model, one column per benchmark and metric, as text."""
-    columns = [
-        (name, metric)
-        for name, values in rows[0]["benchmarks"].items()
-        for metric in values
-        if f"{metric}_stderr" in values
-    ]
-    asked = ", ".join(f"{name} {values['questions']:,}" for name, values in rows[0]["benchmarks"].items())
+    first = rows[0]["benchmarks"]
+    columns = [(name, metric) for name, values in first.items() for metric in values if f"{metric}_stderr" in values]
+    asked = ", ".join(f"{name} {values['questions']:,}" for name, values in first.items())
     lines = [" " * 10 + "".join(f"{f'{name} {metric}':>22}" for name, metric in columns)]
     for row in rows:
         cells = [row["benchmarks"][name] for name, _ in columns]

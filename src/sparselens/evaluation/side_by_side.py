@@ -2,9 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,12 +20,8 @@ from ..runs import distributed
 from ..runs.run import Run, check_folder, check_writable, provenance, reading, write_bytes, write_json
 from ..training.measure import in_bf16, measure
 from ..training.sparsify import loss_table, report_slice
-from .behaviour import behaviour as behaviour_of
-from .behaviour import check_one_vocabulary, markdown, read_prompts
+from .behaviour import behaviour as behaviour_of, check_one_vocabulary, markdown, read_prompts
 from .lm_eval import answer_benchmarks, benchmark_table, find_benchmarks
-
-if TYPE_CHECKING:
-    from lm_eval.api.task import Task as Benchmark
 
 Row = dict[str, Any]  # one model: what Measurement.row gives, and `benchmarks`
 Slice = tuple[Batches, int, int]  # held-out sequences, the first of them, how many
@@ -38,11 +34,11 @@ class Asked:
 
     data: list[str]  # other text than a Run's own
     sequences: int
-    benchmarks: "list[Benchmark]" = field(default_factory=list)
-    limit: int | None = None  # questions of each
-    behaviour: Path | None = None  # folder for what the models say, side by side
-    prompts: list[str] = field(default_factory=list)
-    tasks: list[registry.Task] = field(default_factory=list)
+    benchmarks: list[Any]  # lm-eval's tasks
+    limit: int | None  # questions of each
+    behaviour: Path | None  # folder for what the models say, side by side
+    prompts: list[str]
+    tasks: list[registry.Task]
 
     @property
     def without_text(self) -> bool:
@@ -51,19 +47,11 @@ class Asked:
 
 
 def evaluate(
-    models: Source | list[Source],
-    *,
-    data: str | Sequence[str] = (),
-    sequences: int = 64,
-    benchmarks: Sequence[str] = (),
-    questions: Path | None = None,
-    limit: int | None = None,
-    behaviour: Path | None = None,
-    prompts: Path | None = None,
-    tasks: Sequence[str] = (),
-    json: str | Path | None = None,
-    say: Callable[[str], None] = print,
-) -> list[Row]:
+    models: Source | list[Source], *, data: str | Sequence[str] = (), sequences: int = 64,
+    benchmarks: Sequence[str] = (), questions: Path | None = None, limit: int | None = None,
+    behaviour: Path | None = None, prompts: Path | None = None, tasks: Sequence[str] = (),
+    json: str | Path | None = None, say: Callable[[str], None] = print,
+) -> list[Row]:  # fmt: skip
     """One row per model, with loss, KL and density on the Run's held-out text or on `data`.
 
     A Run brings its base, control (where there is one) and sparse model. Other models are compared with the first of
@@ -72,7 +60,9 @@ def evaluate(
     after `prompts` (a file; default: fifty ordinary ones) and on `tasks`.
     """
     sources = models if isinstance(models, list) else [models]
-    _check_numbers(sequences=sequences, limit=limit)
+    for name, number in (("sequences", sequences), ("limit", limit)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name}={number}: expected at least 1")
     if behaviour is None and (prompts is not None or tasks):
         raise ValueError("--prompts and --tasks are for --behaviour FOLDER; give it, too")
     if not benchmarks and (questions is not None or limit is not None):
@@ -83,14 +73,10 @@ def evaluate(
     check_writable(None if json is None else Path(json))
     check_folder(behaviour)
     asked = Asked(
-        data=[data] if isinstance(data, str) else list(data),
-        sequences=sequences,
-        behaviour=behaviour,
-        prompts=read_prompts(prompts),
-        tasks=[registry.find(task) for task in tasks],
-        benchmarks=find_benchmarks(list(benchmarks), questions) if benchmarks else [],
-        limit=limit,
-    )
+        data=[data] if isinstance(data, str) else list(data), sequences=sequences, behaviour=behaviour,
+        prompts=read_prompts(prompts), tasks=[registry.find(task) for task in tasks],
+        benchmarks=find_benchmarks(list(benchmarks), questions) if benchmarks else [], limit=limit,
+    )  # fmt: skip
     rows: list[Row] = []
     for run in runs:
         with reading(run.path / "run.json"):
@@ -103,12 +89,6 @@ def evaluate(
     if json is not None:
         write_json(Path(json), rows)
     return rows
-
-
-def _check_numbers(**numbers: int | None) -> None:
-    for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise ValueError(f"{name}={number}: expected at least 1")
 
 
 def _sort(sources: list[Source], more: bool) -> tuple[list[Run], list[Source]]:
@@ -133,10 +113,9 @@ def _checked(run: Run, more: bool) -> Run:
     if not (run.path / "model").is_dir():
         raise ValueError(run.without_model())
     if more and run.record["kind"] != "sparsify":
-        raise ValueError(
-            f"{run.path} was not trained on text (its kind is {run.record['kind']!r}); leave out --data, --benchmarks "
-            "and --behaviour"
-        )
+        kind = run.record["kind"]
+        refused = "leave out --data, --benchmarks and --behaviour"
+        raise ValueError(f"{run.path} was not trained on text (its kind is {kind!r}); {refused}")
     return run
 
 
@@ -174,9 +153,8 @@ def _of_run(run: Run, asked: Asked) -> list[Row]:
     for kind, folder in (("control", run.path / "control" / "model"), ("sparse", run.path / "model")):
         if folder.is_dir():
             sources.append((kind, str(folder)))
-    micro = distributed.micro_batch(
-        training["batch"], training["micro_batch"], about_data.get("length") or Text().length
-    )
+    length = about_data.get("length") or Text().length
+    micro = distributed.micro_batch(training["batch"], training["micro_batch"], length)
     return _rows(sources, text, asked, micro, bf16=in_bf16(training["precision"]))
 
 
@@ -185,11 +163,18 @@ def _of_models(sources: list[Source], asked: Asked) -> list[Row]:
         if not asked.data:
             return None
         length = min(Text().length, dimensions(base_model(model).config).max_tokens)
-        batches = TextBatches(asked.data, tokenizer, length, cache=Text().cache, need=length,
-                              heldout_patterns=asked.data, heldout_tokens=asked.sequences * length)  # fmt: skip
+        batches = _other_text(tokenizer, asked, length, cache=Text().cache)
         return batches, 0, min(batches.n_heldout, asked.sequences)
 
     return _rows([("", source) for source in sources], text, asked, micro=8, bf16=False)
+
+
+def _other_text(tokenizer: PreTrainedTokenizerBase, asked: Asked, length: int, **options: Any) -> TextBatches:
+    """What was given as data, all of it held out."""
+    enough = asked.sequences * length
+    return TextBatches(
+        asked.data, tokenizer, length, need=length, heldout_patterns=asked.data, heldout_tokens=enough, **options
+    )
 
 
 def _text(run: Run, tokenizer: PreTrainedTokenizerBase, asked: Asked) -> TextBatches:
@@ -200,8 +185,7 @@ def _text(run: Run, tokenizer: PreTrainedTokenizerBase, asked: Asked) -> TextBat
     cache = cache if cache.is_dir() else Text().cache  # a Run may come from another machine
     common: dict[str, Any] = dict(cache=cache, field=text["text_field"], seed=0)
     if asked.data:
-        return TextBatches(asked.data, tokenizer, length, need=length, heldout_patterns=asked.data,
-                           heldout_tokens=asked.sequences * length, **common)  # fmt: skip
+        return _other_text(tokenizer, asked, length, **common)
     need = config["training"]["steps"] * config["training"]["batch"] * length
     batches = TextBatches(text["patterns"], tokenizer, length, need=need, heldout_patterns=list(text["heldout"]),
                           heldout_tokens=text["heldout_tokens"], **common)  # fmt: skip

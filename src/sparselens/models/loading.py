@@ -19,8 +19,8 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    __version__ as transformers_version,
 )
-from transformers import __version__ as transformers_version
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 

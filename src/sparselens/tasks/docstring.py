@@ -14,13 +14,9 @@ ARGUMENTS = (
 )  # fmt: skip
 FUNCTIONS = ("port", "update", "create", "send", "render", "parse", "check", "build", "fetch", "apply")
 PHRASES = (
-    "the first element",
-    "a short string",
-    "the total number",
-    "an optional flag",
-    "the current one",
+    "the first element", "a short string", "the total number", "an optional flag", "the current one",
     "a list of things",
-)
+)  # fmt: skip
 
 
 def text(function: str, names: list[str], documented: list[str], phrases: list[str]) -> str:
@@ -35,9 +31,5 @@ def docstring(rng: random.Random, words: Words) -> Pair:
     mine, other, other_documented = names[:6], names[6:12], names[12:]
     function, phrases = rng.choice(FUNCTIONS), rng.sample(PHRASES, 2)
     answer = mine[4]
-    return Pair(
-        clean=text(function, mine, mine[2:4], phrases),
-        corrupted=text(function, other, other_documented, phrases),
-        answer=f" {answer}",
-        wrong=tuple(f" {name}" for name in mine if name != answer),
-    )
+    clean, corrupted = text(function, mine, mine[2:4], phrases), text(function, other, other_documented, phrases)
+    return Pair(clean, corrupted, f" {answer}", tuple(f" {name}" for name in mine if name != answer))

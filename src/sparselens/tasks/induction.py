@@ -21,6 +21,4 @@ def induction(rng: random.Random, words: Words) -> Pair:
     at = rng.randrange(3, LENGTH)  # the repeated part has at least three words to be recognised by
     replaced = [*first[:at], other, *first[at + 1 :]]
     again = " ".join(first[:at])
-    return Pair(
-        f"{' '.join(first)} {again}", f"{' '.join(replaced)} {again}", answer=f" {first[at]}", wrong=f" {other}"
-    )
+    return Pair(f"{' '.join(first)} {again}", f"{' '.join(replaced)} {again}", f" {first[at]}", f" {other}")

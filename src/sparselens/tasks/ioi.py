@@ -38,12 +38,9 @@ def pair(rng: random.Random, words: Words, template: str) -> Pair:
     giver, receiver, *fresh = rng.sample(words.alike(NAMES), 5)
     first, second = (receiver, giver) if rng.random() < 0.5 else (giver, receiver)
     fill = {"place": rng.choice(PLACES), "thing": rng.choice(THINGS)}
-    return Pair(
-        clean=template.format(a=first, b=second, s=giver, **fill),
-        corrupted=template.format(a=fresh[0], b=fresh[1], s=fresh[2], **fill),
-        answer=f" {receiver}",
-        wrong=f" {giver}",
-    )
+    clean = template.format(a=first, b=second, s=giver, **fill)
+    corrupted = template.format(a=fresh[0], b=fresh[1], s=fresh[2], **fill)
+    return Pair(clean, corrupted, f" {receiver}", f" {giver}")
 
 
 @register_task("ioi")

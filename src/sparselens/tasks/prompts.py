@@ -92,13 +92,11 @@ def _filled_reads(words: Words, clean: list[int], answer: str, wrong: str) -> tu
     right_ids, wrong_ids = (words.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (answer, wrong))
     if len(right_ids) != len(wrong_ids) or len(right_ids) > len(clean):
         raise Rejected("the answers to fill in differ in length")
-    start = len(clean) - len(right_ids)
-    reads = [
-        Read(start + i, (a,), (b,), -1) for i, (a, b) in enumerate(zip(right_ids, wrong_ids, strict=True)) if a != b
-    ]
+    both = enumerate(zip(right_ids, wrong_ids, strict=True), len(clean) - len(right_ids))
+    reads = tuple(Read(position, (a,), (b,), -1) for position, (a, b) in both if a != b)
     if not reads:
         raise Rejected("right and wrong answers are the same")
-    return tuple(reads)
+    return reads
 
 
 @dataclass(frozen=True)
@@ -211,9 +209,7 @@ def collate(items: list[Item], metric: str) -> Prompts:
         return torch.tensor([[*row, *[0] * (tokens - len(row))] for row in rows])
 
     return Prompts(
-        metric=metric,
-        clean=pad([item.clean for item in items]),
-        corrupted=pad([item.corrupted for item in items]),
+        metric, pad([item.clean for item in items]), pad([item.corrupted for item in items]),
         lengths=torch.tensor([len(item.clean) for item in items]),
         position=fill([[[read.position] for read in item.reads] for item in items])[..., 0].clamp(min=0),
         right=fill([[list(read.right) for read in item.reads] for item in items]),
@@ -221,17 +217,13 @@ def collate(items: list[Item], metric: str) -> Prompts:
         through=fill([[[read.through] for read in item.reads] for item in items])[..., 0],
         used=torch.tensor([[j < len(item.reads) for j in range(reads)] for item in items]),
         pairs=tuple(item.pair for item in items),
-    )
+    )  # fmt: skip
 
 
 def build(
-    task: Task,
-    tokenizer: "PreTrainedTokenizerBase",
-    n: int,
-    seed: int = 0,
-    max_tokens: int | None = None,
+    task: Task, tokenizer: "PreTrainedTokenizerBase", n: int, seed: int = 0, max_tokens: int | None = None,
     say: Callable[[str], None] = print,
-) -> Prompts:
+) -> Prompts:  # fmt: skip
     """n different pairs of a task, each checked; says what was dropped and refuses to go on with nothing."""
     words, rng = Words(tokenizer), random.Random(seed)
     items: list[Item] = []
