@@ -86,7 +86,7 @@ def again(rng, words):
 def test_a_stranger_adds_a_task_in_one_file(base, tmp_path, monkeypatch, capsys):
     (tmp_path / "strangers_task.py").write_text(STRANGER)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(tasks, "_REGISTRY", tasks._REGISTRY.copy())  # other tests must not see it
+    monkeypatch.setattr(tasks.registry, "_REGISTRY", tasks.registry._REGISTRY.copy())  # other tests must not see it
     __import__("strangers_task")
     small = ["--prompts", "8", "--points", "4", "--steps", "2", "--no-tokens", "--no-random-control"]
     main(["discover", str(base), "--task", "again", "--out", str(tmp_path / "found"), *small])

@@ -21,7 +21,7 @@ def test_blocks_run(page, tmp_path, monkeypatch):
     tasks.names()  # registers the built-in ones, which happens once in a process
     # Pages register families and tasks; other tests must not see them.
     monkeypatch.setattr(sites, "ARCHITECTURES", sites.ARCHITECTURES.copy())
-    monkeypatch.setattr(tasks, "_REGISTRY", tasks._REGISTRY.copy())
+    monkeypatch.setattr(tasks.registry, "_REGISTRY", tasks.registry._REGISTRY.copy())
     monkeypatch.setattr(registry, "_MAKERS", registry._MAKERS.copy())
     blocks = list(BLOCK.finditer(text))
     assert len(blocks) == text.count("<!-- runs -->") > 0, "a marker without a python block right under it"

@@ -19,8 +19,6 @@ ORDER = (
 )  # fmt: skip
 TOP = {"__init__.py", "__main__.py", "config.py", "cli.py", "py.typed"}
 LINES, FUNCTION_LINES = 420, 80
-# What still has to go, one merge at a time.
-KNOWN = {"cycles"}
 
 
 def name_of(path: Path) -> str:
@@ -68,8 +66,6 @@ def room(module: str) -> str:
 @pytest.mark.parametrize("path", [p for p in MODULES if p.parent != SOURCE or p.name != "__init__.py"], ids=name_of)
 def test_imports_point_one_way(path):
     own = room(name_of(path))
-    if name_of(path) in KNOWN:
-        pytest.xfail("known")
     for target, _ in imports(path):
         assert target == "" or ORDER.index(room(target)) <= ORDER.index(own), f"{name_of(path)} imports {target}"
         assert room(target) != "demo" or own in ("demo", "cli"), "only the command line knows the demo"
@@ -77,8 +73,6 @@ def test_imports_point_one_way(path):
 
 def test_no_cycles():
     """Also none that lazy imports would hide. What only the type checker sees may look back."""
-    if "cycles" in KNOWN:
-        pytest.xfail("known")
     edges = {name: {to for to, typing in imports(path) if to and not typing} - {name} for name, path in NAMES.items()}
     done: set[str] = set()
 
@@ -104,8 +98,6 @@ def test_only_the_entrance_lies_at_the_top():
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_files_and_functions_fit_in_the_head(path):
     text = path.read_text()
-    if name_of(path) in KNOWN:
-        pytest.xfail("known")
     assert len(text.splitlines()) <= LINES
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):

@@ -17,7 +17,7 @@ from sample_run import command
 from sparselens.attribution.cluster_rules import read_rules
 from sparselens.runs.checkpoints import load_checkpoint
 from sparselens.runs.run import Metrics
-from sparselens.tasks.jsonl import read_pairs
+from sparselens.tasks.registry import read_pairs
 
 WILD = os.environ.get("HYPOTHESIS_PROFILE") == "wild"
 

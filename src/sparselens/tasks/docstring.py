@@ -2,7 +2,7 @@
 
 import random
 
-from . import Pair, register_task
+from .registry import Pair, register_task
 from .words import Words
 
 ARGUMENTS = (

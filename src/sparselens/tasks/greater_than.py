@@ -11,7 +11,7 @@ answers' tokens (prompts.py), not from a rule about tokenizers.
 
 import random
 
-from . import Pair, register_task
+from .registry import Pair, register_task
 from .words import Words
 
 NOUNS = (

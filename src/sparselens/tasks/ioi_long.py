@@ -5,8 +5,8 @@
 
 import random
 
-from . import Pair, register_task
 from .ioi import pair
+from .registry import Pair, register_task
 from .words import Words
 
 DISTANCE = 100

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import Pair, Score, Task
+from .registry import Pair, Score, Task
 from .words import Words, piece
 
 if TYPE_CHECKING:
