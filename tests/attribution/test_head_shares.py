@@ -197,7 +197,7 @@ def test_a_group_without_edges_carries_nothing():
     *empty, one = carry(graph, [(source, target)], [2])
     assert one.weight == pytest.approx(weight) and len(empty) == 2
     for carried in empty:
-        found = carried.as_json()
+        found = carried.as_row()
         assert [found.pop(name) for name in ("departure", "arrival", "heads_for_80")] == [[], [], []]
         assert set(found.values()) == {0.0} and not carried.departure_heads.any() and carried.links_for() == []
 
@@ -234,7 +234,7 @@ def test_what_is_neither_direct_nor_a_single_hop_is_multi_hop():
     heads = torch.tensor([[5.0, -3.0], [2.0, 3.0]])
     carried = Carried(8.0, [], [], 0.25, 0.5, heads, heads, torch.tensor([[1.0, 0.5], [0.0, 0.5]]), 1.0)
     assert (carried.single_hop, carried.multi_hop) == (2.0, 5.0)
-    found = carried.as_json()
+    found = carried.as_row()
     assert found["heads_for_80"] == [
         {"layer": layer, "head": head, "share": float(heads[layer, head])}
         for layer, head in ((0, 0), (0, 1), (1, 1), (1, 0))

@@ -11,9 +11,10 @@ from tracing_setup import FAMILIES, PROMPT, biased_model, total_effects, traced
 
 import sparselens as sl
 from sparselens.attribution.graph import BIAS, ERROR, FEATURE, LOGIT, POSITION, TOKEN
+from sparselens.attribution.growth import _freeze
 from sparselens.attribution.linear_model import Frozen
 from sparselens.attribution.qk_terms import explain_look
-from sparselens.attribution.trace import _freeze, choose_targets
+from sparselens.attribution.targets import choose_targets
 from sparselens.circuits.run import Patcher
 from sparselens.models.decoder import Decoder
 from sparselens.models.hooks import capture
@@ -231,19 +232,6 @@ def test_structure_of_the_graph():
     assert not (traced("llama").kind == POSITION).any()
 
 
-def test_edges_among_a_few_nodes():
-    """In any order of the nodes: rows are targets, columns sources."""
-    graph = traced("gpt2", budget=EVERY)
-    source, target, _ = graph.edges()
-    ids = [*range(3), *target[:4].tolist(), *source[:4].tolist(), graph.n_nodes - 1]
-    ids = list(dict.fromkeys(ids))
-    every = {(s, t): w for s, t, w in zip(*(x.tolist() for x in graph.edges(kept=False)), strict=True)}
-    for order in (ids, ids[::-1]):
-        wanted = torch.tensor([[every.get((s, t), 0.0) for s in order] for t in order], dtype=torch.float64)
-        assert torch.equal(graph.adjacency(order), wanted) and wanted[0].any() | wanted[:, 0].any()
-        assert torch.equal(graph.adjacency(torch.tensor(order)), wanted)
-
-
 def test_closed_gates_carry_nothing():
     graph = traced("gpt2", gated=True, gate_bias=-1e6)
     source, target, _ = graph.edges(kept=False)
@@ -415,9 +403,7 @@ def test_long_prompts_fit_into_memory(monkeypatch):
     """2,000 tokens: neither [nodes x nodes] nor all attention patterns are ever there at once."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    monkeypatch.setattr(
-        "sparselens.attribution.linear_model.CACHE", 2**26
-    )  # patterns of all layers would take twice that
+    monkeypatch.setattr("sparselens.attribution.linear_model.CACHE", 2**26)  # patterns of all layers: twice that
     config = LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=2048, bos_token_id=None, eos_token_id=None,
@@ -445,10 +431,10 @@ def test_targets_are_the_likeliest_tokens_up_to_a_share():
             p, order = logits.softmax(-1).sort(descending=True)
             n = next(n for n in range(1, 65) if p[:n].sum() >= 0.95 or n == 10)
             found = choose_targets(frozen, tiny_tokenizer(), None, **options)
-            assert [t["token"] for t in found] == order[:n].tolist()
-            assert [t["probability"] for t in found] == pytest.approx(p[:n].tolist())
-            assert [t["weight"] for t in found] == pytest.approx((p[:n] / p[:n].sum()).tolist())
-            values = torch.stack([frozen.final[at] @ t["direction"] + t["constant"] for t in found])
+            assert [t.row["token"] for t in found] == order[:n].tolist()
+            assert [t.row["probability"] for t in found] == pytest.approx(p[:n].tolist())
+            assert [t.row["weight"] for t in found] == pytest.approx((p[:n] / p[:n].sum()).tolist())
+            values = torch.stack([frozen.final[at] @ t.direction + t.constant for t in found])
             torch.testing.assert_close(values, logits[order[:n]] - logits.mean())
             counts.add(n)
     assert len(counts) > 6, counts
@@ -470,7 +456,7 @@ def test_how_far_the_pieces_may_be_from_the_model(monkeypatch):
     model, ids = biased_model("gpt2"), torch.arange(64)
     for check, gates in ((9e-5, None), (9e-5, []), (1.5e-4, None), (1.5e-4, [])):
         found = SimpleNamespace(check=check, decoder=SimpleNamespace(gates=gates))
-        monkeypatch.setattr("sparselens.attribution.trace.Frozen", lambda *_, found=found: found)
+        monkeypatch.setattr("sparselens.attribution.growth.Frozen", lambda *_, found=found: found)
         with warnings.catch_warnings(record=True) as said:
             if check > 1e-4 and gates is None:
                 with pytest.raises(ValueError, match=r"1\.5e-04 of the largest logit away"):

@@ -114,7 +114,7 @@ def test_mean_ablation_is_the_mean_over_both_prompts_of_those_that_have_not_ende
     prompts.lengths[:] = torch.tensor([7, 5, 3])
     prompts.position[:] = torch.tensor([[5, 6], [3, 4], [1, 2]])
     patcher = Patcher(decoder, prompts, "mean")
-    runs = [trace(decoder, x) for x in (patcher.clean, patcher.corrupted)]
+    runs = [run_nodes(decoder, x) for x in (patcher.clean, patcher.corrupted)]
     base = patcher.base_of(torch.tensor([0, 2]))
     for name in ("embedding", "final", "attention_in", "mlp_in", "z", "mlp_out"):
         found, both = getattr(base, name), [getattr(run, name) for run in runs]

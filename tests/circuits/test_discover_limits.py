@@ -89,7 +89,7 @@ def test_pairs_outside_a_window_are_no_pairs(family):
 
 def test_open_pairs_by_hand():
     """Five prompts of eight tokens, three of seven: the five count. Two at a time, or all at once."""
-    model, prompts = install_gates(tiny_model("llama"), Gate(bias=0.0)), random_prompts(8, 8)
+    model, prompts = add_gates(tiny_model("llama"), Gate(bias=0.0)), random_prompts(8, 8)
     prompts.lengths[:3] = 7
     prompts = dataclasses.replace(prompts, pairs=tuple(Pair(f"prompt {i}", "", "", "") for i in range(8)))
     with torch.no_grad():

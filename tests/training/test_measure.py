@@ -1,27 +1,16 @@
 """Losses, KL, agreement and density of held-out sequences against the definitions, labels of -100 left out."""
 
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny_models import tiny_model
 
 from sparselens.config import Gate, Training
-from sparselens.models.loading import install_gates
+from sparselens.models.loading import add_gates
 from sparselens.training.controllers import Budget
-from sparselens.training.loop import (
-    Progress,
-    Stage,
-    discard,
-    evaluate,
-    loss_and_density,
-    seed_of,
-    smaller,
-    steering_loss,
-    warn_if_parting,
-)
+from sparselens.training.engine import discard
+from sparselens.training.loop import Stage, loss_and_density, seed_of, smaller, steering_loss, warn_if_parting
 from sparselens.training.measure import Measurement, measure, token_kl, token_losses
 
 
@@ -41,7 +30,7 @@ class Patchy:
 
 
 def models():
-    return install_gates(tiny_model("llama"), Gate(bias=0.3)), tiny_model("llama")
+    return add_gates(tiny_model("llama"), Gate(bias=0.3)), tiny_model("llama")
 
 
 def by_hand(model, base, batch):
@@ -149,21 +138,24 @@ def test_a_row_by_hand():
 def test_the_next_smaller_micro_batch_divides_the_batch():
     said: list[str] = []
     stage = Stage("s", torch.nn.Linear(1, 1), Patchy(), Path(), Training(batch=12), say=said.append)
-    assert [smaller(stage, micro, 0) for micro in (12, 8, 5, 3, 2)] == [6, 4, 2, 1, 1]
+    for stage.micro, half in ((12, 6), (8, 4), (5, 2), (3, 1), (2, 1)):
+        assert smaller(stage) == half
     assert said[1].startswith("step 1: not enough memory for 8 sequences at once; going on with 4 at a time, and still")
+    stage.micro, stage.progress.step = 1, 2
     with pytest.raises(ValueError, match="step 3: not enough memory for a single sequence of 8 tokens"):
-        smaller(stage, 1, 2)
+        smaller(stage)
 
 
 def test_the_third_bad_step_in_a_row_stops():
     said: list[str] = []
     stage = Stage("s", torch.nn.Linear(1, 1), Patchy(), Path("folder"), Training(), say=said.append)
-    progress, parameters = Progress(step=5), {"weight": torch.nn.Parameter(torch.ones(2))}
+    progress, stage.parameters = stage.progress, {"weight": torch.nn.Parameter(torch.ones(2))}
+    progress.step = 5
     for n in (1, 2):
-        discard(stage, progress, parameters, None, float("nan"), 1.0)
+        discard(stage, float("nan"), 1.0)
         assert progress.bad_steps == n == len(said) and (progress.step, progress.data) == (5, 0)
     with pytest.raises(ValueError, match="3 steps in a row were not finite"):
-        discard(stage, progress, parameters, None, float("nan"), 1.0)
+        discard(stage, float("nan"), 1.0)
 
 
 def test_no_two_steps_share_their_noise():
@@ -176,39 +168,38 @@ def test_parting_from_the_training_loss_is_said_once():
     said: list[str] = []
     stage = Stage("s", torch.nn.Linear(1, 1), Patchy(), Path(), Training(), Budget(3.0, 0.1), say=said.append)
     stage.constraint.average = 2.0
-    progress = Progress()
     for heldout, times in ((2.1, 0), (2.29, 0), (2.31, 1), (2.9, 1)):
-        warn_if_parting(stage, progress, heldout)
+        warn_if_parting(stage, heldout)
         assert len(said) == times
-    assert "moved 0.21 nats away" in said[0] and progress.first_gap == pytest.approx(0.1)
+    assert "moved 0.21 nats away" in said[0] and stage.progress.first_gap == pytest.approx(0.1)
 
 
 def test_evaluations_take_the_slices_in_turn(monkeypatch):
     """Two of seven sequences each time: from 0, 2, 4 and again from the first; the last one is never alone."""
     sparse, base = models()
     stage = Stage("s", sparse, Patchy(), Path(), Training(evaluate_sequences=2), steering=7, reference=torch.zeros(7))
-    starts, progress, accelerator = [], Progress(), SimpleNamespace(autocast=nullcontext)
+    starts, stage.micro = [], 2
 
     def seen(model, batches, start, count, **options):
         starts.append((start, count))
         return measure(model, batches, start % 4, count, **options)
 
     monkeypatch.setattr("sparselens.training.loop.measure", seen)
-    lines = [evaluate(stage, progress, {}, accelerator, 2) for _ in range(4)]
-    assert starts == [(0, 2), (2, 2), (4, 2), (0, 2)] and progress.evaluations == 4
+    lines = [stage.evaluate() for _ in range(4)]
+    assert starts == [(0, 2), (2, 2), (4, 2), (0, 2)] and stage.progress.evaluations == 4
     first = measure(sparse, Patchy(), 0, 2)
     assert lines[0]["heldout_loss"] == pytest.approx(first.loss) and lines[0]["heldout_density"] == first.density
     assert lines[0]["heldout_density_per_layer"] == pytest.approx((first.edges.mean(1) / first.pairs).tolist())
     stage.teacher = base
-    line = evaluate(stage, progress, {}, accelerator, 2)
+    line = stage.evaluate()
     again = measure(sparse, Patchy(), 2, 2, base=base)
     assert line["heldout_loss"] == pytest.approx(again.kl.mean().item())
     assert line["heldout_cross_entropy"] == pytest.approx(again.loss)
     stage.steering = 1
-    evaluate(stage, progress, {}, accelerator, 2)
+    stage.evaluate()
     assert starts[-1] == (0, 1), "no more than there are"
     stage.steering = 0
-    assert evaluate(stage, progress, {}, accelerator, 2) == {}
+    assert stage.evaluate() == {}
 
 
 def test_the_loss_that_steers_is_paired_with_the_base():

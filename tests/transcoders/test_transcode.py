@@ -202,7 +202,7 @@ def test_dead_features_are_pulled_towards_the_worst_tokens(activation):
     torch.testing.assert_close(losses.dead, wanted)
     torch.testing.assert_close(made.loss(losses, 0.05), errors.sum() + 0.05 * sparsity + 0.25 * wanted)
     before = made.silent.clone()
-    made.note_fired(losses, 40)
+    made.note_fired(losses.fired, 40)
     fired = torch.stack([(one > 0).any(0) for one in a])
     assert torch.equal(made.silent, torch.where(fired, 0.0, before + 40)) and 0 < fired.sum() < fired.numel()
 
