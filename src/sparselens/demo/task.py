@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..tasks.words import Words
     from .addition import AdditionBatches
 
-ANSWER = 5  # digits
+UNKNOWN = "?????"  # where the model puts the sum, all digits at once
 
 
 def prompt_of(text: str) -> str:
@@ -22,7 +22,7 @@ def prompt_of(text: str) -> str:
     left, plus, right = text.partition("=")[0].partition("+")
     if not (plus and left.strip().isdecimal() and right.strip().isdecimal()) or max(int(left), int(right)) > 99:
         raise ValueError(f"prompt {text!r}: this Run's model adds two numbers from 0 to 99; write for example 36+28")
-    return f"{int(left):02}+{int(right):02}=" + "?" * ANSWER
+    return f"{int(left):02}+{int(right):02}={UNKNOWN}"
 
 
 @register_task("addition", prompt=prompt_of)
@@ -33,7 +33,7 @@ def addition(rng: random.Random, words: "Words") -> Pair:
         # Ones and tens must both tell the two sums apart, or half of the task would not be measured.
         if (a + b) % 10 != (c + d) % 10 and (a + b) // 10 % 10 != (c + d) // 10 % 10:
             break
-    answer, wrong = (f"{total:0{ANSWER}}" for total in (a + b, c + d))
+    answer, wrong = (f"{total:0{len(UNKNOWN)}}" for total in (a + b, c + d))
     return Pair(prompt_of(f"{a}+{b}"), prompt_of(f"{c}+{d}"), answer, wrong, filled=True)
 
 

@@ -25,8 +25,8 @@ from ..training.loop import Stage, train
 from ..training.sparsify import sparsify_into
 from ..transcoders.transcode import transcode
 from ..transcoders.transcoder import Transcoder
-from .addition import CHARACTERS, EXAMPLE, POSITIONS, AdditionBatches, answer, encode, make_model
-from .task import ANSWER, prompt_of
+from .addition import ANSWER, CHARACTERS, EXAMPLE, POSITIONS, AdditionBatches, answer, encode, make_model
+from .task import prompt_of
 
 Loaded = tuple[nn.Module, PreTrainedTokenizerBase]
 DENSE = Training(
