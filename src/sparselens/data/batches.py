@@ -72,9 +72,6 @@ class Batches(Protocol):
         ...
 
 
-# ---- documents -> cached tokens --------------------------------------------------------------------------------------
-
-
 def first_token(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     """The token that starts every document: BOS where the tokenizer puts it there itself; else <|endoftext|> where the
     vocabulary has it, else BOS, else EOS."""
@@ -115,16 +112,9 @@ class TokenCache:
 
     @classmethod
     def build(
-        cls,
-        patterns: list[str],
-        tokenizer: "PreTrainedTokenizerBase",
-        cache: Path,
-        *,
-        need: int,
-        heldout: int,
-        field: str = "text",
-        progress: bool = True,
-    ) -> "TokenCache":
+        cls, patterns: list[str], tokenizer: "PreTrainedTokenizerBase", cache: Path, *, need: int, heldout: int,
+        field: str = "text", progress: bool = True,
+    ) -> "TokenCache":  # fmt: skip
         """Tokenise until there are `need` training and `heldout` held-out tokens, or the text ends."""
         key, sources = _fingerprint(patterns, tokenizer, need, heldout, field)
         folder = cache / key
@@ -271,15 +261,9 @@ def _is_heldout(document: int) -> bool:
 
 
 def _tokenise(
-    patterns: list[str],
-    tokenizer: "PreTrainedTokenizerBase",
-    folder: Path,
-    index: Index,
-    need: int,
-    heldout: int,
-    field: str,
-    progress: bool,
-) -> None:
+    patterns: list[str], tokenizer: "PreTrainedTokenizerBase", folder: Path, index: Index, need: int, heldout: int,
+    field: str, progress: bool,
+) -> None:  # fmt: skip
     from tqdm import tqdm
 
     dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
@@ -324,26 +308,14 @@ def _tokenise(
     flush()
 
 
-# ---- cached tokens -> batches ----------------------------------------------------------------------------------------
-
-
 class TextBatches:
     """Packed sequences of `length` tokens from text: training and held-out (see `Batches`)."""
 
     def __init__(
-        self,
-        patterns: list[str],
-        tokenizer: "PreTrainedTokenizerBase",
-        length: int,
-        *,
-        cache: Path,
-        need: int,
-        heldout_patterns: list[str] | None = None,
-        heldout_tokens: int = 1 << 18,
-        field: str = "text",
-        seed: int = 0,
+        self, patterns: list[str], tokenizer: "PreTrainedTokenizerBase", length: int, *, cache: Path, need: int,
+        heldout_patterns: list[str] | None = None, heldout_tokens: int = 1 << 18, field: str = "text", seed: int = 0,
         progress: bool = True,
-    ):
+    ):  # fmt: skip
         self.length, self.seed, self.vocabulary = length, seed, len(tokenizer)
         self._orders: dict[int, Tokens] = {}  # epoch -> order of its sequences
         for pattern in (*patterns, *(heldout_patterns or ())):

@@ -18,21 +18,10 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def gated_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | float,
-    scale: float | None = None,
-    causal: bool = True,
-    mask: Tensor | None = None,
-    sample: bool = False,
-    seed: int = 0,
-    normalise: str = "all",
-    backend: str = "auto",
-    *,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float, scale: float | None = None, causal: bool = True,
+    mask: Tensor | None = None, sample: bool = False, seed: int = 0, normalise: str = "all", backend: str = "auto", *,
+    window: int | None = None, softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention whose edges open and close: (out [batch, n_heads, queries, d_head], edges [batch, n_heads] fp32).
 
     q: [batch, n_heads, queries, d_head]; k, v: [batch, n_kv_heads, keys, d_head], n_heads a multiple of n_kv_heads.

@@ -63,14 +63,9 @@ class GatedPattern(NamedTuple):
 
 
 def allowed_pairs(
-    queries: int,
-    keys: int,
-    *,
-    causal: bool = True,
-    window: int | None = None,
-    mask: Tensor | None = None,
+    queries: int, keys: int, *, causal: bool = True, window: int | None = None, mask: Tensor | None = None,
     device: torch.device | str = "cpu",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Which (query, key) pairs exist: bool, broadcastable to [batch, n_heads, queries, keys].
 
     The last query stands on the last key, as in decoding with a cache. `mask` is one of
@@ -94,19 +89,10 @@ def allowed_pairs(
 
 
 def gated_pattern(
-    q: Tensor,
-    k: Tensor,
-    bias: Tensor | float,
-    *,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    softcap: float | None = None,
-    mask: Tensor | None = None,
-    sample: bool = False,
-    seed: int = 0,
-    normalise: str = "all",
-) -> tuple[GatedPattern, Tensor]:
+    q: Tensor, k: Tensor, bias: Tensor | float, *, scale: float | None = None, causal: bool = True,
+    window: int | None = None, softcap: float | None = None, mask: Tensor | None = None, sample: bool = False,
+    seed: int = 0, normalise: str = "all",
+) -> tuple[GatedPattern, Tensor]:  # fmt: skip
     """The gated attention pattern and the edge counts [batch, n_heads] (arguments as in `gated_attention`)."""
     batch, n_heads, queries, d_head = q.shape
     n_kv_heads, keys = k.shape[1:3]
@@ -168,9 +154,6 @@ def gated_attention_reference(
     with torch.autocast(q.device.type, enabled=False):
         out = (weights @ v.to(weights.dtype)).view(batch, n_heads, queries, d_value)
     return out.to(v.dtype), edges
-
-
-# ---- noise ----
 
 
 def _signed(word: int) -> int:

@@ -30,20 +30,10 @@ LEAST_FACTOR = 1e-3  # where nothing is left the norm's own epsilon, usually 1e-
 # The seed changes with every step and layer: a compiled block calls this as it is.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def gated_attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    gate_sample: bool = False,
-    gate_seed: int | tuple[int, int] = 0,
-    gate_output: str = "edges",
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None,
+    gate_sample: bool = False, gate_seed: int | tuple[int, int] = 0, gate_output: str = "edges", **_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(value mixes [batch, queries, n_heads, d_head], what `gate_output` asks for), as transformers wants them."""
     bias = getattr(module, "gate_bias", None)
     if bias is None:
@@ -97,17 +87,10 @@ def bounded(out: Tensor, value: Tensor) -> Tensor:
 
 
 def document_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    use_vmap: bool = False,
-    device: torch.device | str = "cpu",
-    **kwargs: Any,
-) -> Tensor | None:
+    batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function, attention_mask: Tensor | None = None,
+    use_vmap: bool = False, device: torch.device | str = "cpu", **kwargs: Any,
+) -> Tensor | None:  # fmt: skip
     """The mask in linear memory: the document number of every key, [batch, keys], 0 for padding; None if all are one.
 
     Two neighbouring tokens that may not see each other belong to different documents, so asking transformers' own

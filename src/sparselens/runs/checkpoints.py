@@ -25,13 +25,9 @@ if TYPE_CHECKING:
 
 
 def save_checkpoint(
-    folder: Path,
-    step: int,
-    tensors: "Mapping[str, Tensor]",
-    state: dict[str, Any],
-    keep: int = 2,
+    folder: Path, step: int, tensors: "Mapping[str, Tensor]", state: dict[str, Any], keep: int = 2,
     also: Sequence[int] = (),
-) -> Path:
+) -> Path:  # fmt: skip
     """Publish `folder/step-N` atomically and drop all but the newest ones, and the steps in `also`.
 
     tensors: `distributed.own_part` of them. A full disk costs only the new one. The main process writes

@@ -30,9 +30,6 @@ DEVICES = Path("/dev")
 LATER = {"optimizer": "adamw"}  # settings that runs recorded before they existed were made with
 
 
-# ---- files and folders that are whole or not there -------------------------------------------------------------------
-
-
 def write_json(path: Path, value: Any) -> None:
     """Write JSON so that a reader never sees half of it, not even after a power cut."""
     text = json.dumps(value, indent=1, ensure_ascii=False, default=str) + "\n"
@@ -176,9 +173,6 @@ def sweep(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-# ---- the Run ---------------------------------------------------------------------------------------------------------
 
 
 def take_lock(path: Path, wait: bool = False) -> FileLock | None:

@@ -204,9 +204,6 @@ def _make_fake(model: nn.Module) -> None:
                 table[name] = made[id(old)][0]  # type: ignore[assignment]
 
 
-# ---- time ------------------------------------------------------------------------------------------------------------
-
-
 def time_step(
     config: PretrainedConfig, settings: Sparsify, length: int, sequences: int, device: str
 ) -> tuple[float, float]:

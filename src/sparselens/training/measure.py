@@ -93,15 +93,9 @@ def in_bf16(precision: str, device: str | None = None) -> bool:
 
 
 def measure(
-    model: nn.Module,
-    batches: Batches,
-    start: int,
-    count: int,
-    *,
-    micro_batch: int = 8,
-    base: nn.Module | None = None,
+    model: nn.Module, batches: Batches, start: int, count: int, *, micro_batch: int = 8, base: nn.Module | None = None,
     autocast: AbstractContextManager[Any] | None = None,
-) -> Measurement:
+) -> Measurement:  # fmt: skip
     """Deterministic evaluation on held-out sequences start ... start + count - 1, shared by all processes.
 
     Where `micro_batch` sequences at once are too many for the memory, half of them are tried.
@@ -122,14 +116,9 @@ def measure(
 
 @torch.no_grad()
 def _measure(
-    model: nn.Module,
-    batches: Batches,
-    start: int,
-    count: int,
-    micro_batch: int,
-    base: nn.Module | None,
+    model: nn.Module, batches: Batches, start: int, count: int, micro_batch: int, base: nn.Module | None,
     autocast: AbstractContextManager[Any] | None,
-) -> Measurement:
+) -> Measurement:  # fmt: skip
     device = next(model.parameters()).device
     gated = is_gated(model)
     losses, divergences, agreement, correct = (torch.zeros(count, device=device) for _ in range(4))

@@ -99,17 +99,10 @@ class Plan:
 
 
 def plan(
-    model: str | Path,
-    *,
-    settings: Sparsify | None = None,
-    text: Text | None = None,
-    gpus: int | None = None,
-    gpu_memory: float | None = None,
-    sharded: bool = False,
-    tokens_per_second: float | None = None,
-    out: str | Path = ".",
-    **overrides: Any,
-) -> Plan:
+    model: str | Path, *, settings: Sparsify | None = None, text: Text | None = None, gpus: int | None = None,
+    gpu_memory: float | None = None, sharded: bool = False, tokens_per_second: float | None = None,
+    out: str | Path = ".", **overrides: Any,
+) -> Plan:  # fmt: skip
     """Memory, time and disk of `sparsify` with the same settings.
 
     model: hub name, folder, config.json, Run or .gguf; only its configuration is read.

@@ -33,17 +33,9 @@ STEERING_SHARE = 4  # one held-out sequence in this many may steer
 
 
 def sparsify(
-    model: Source,
-    data: Data,
-    out: str | Path,
-    *,
-    settings: Sparsify | None = None,
-    text: Text | None = None,
-    resume: bool = False,
-    show_progress: bool = True,
-    say: Callable[[str], None] = print,
-    **overrides: Any,
-) -> Run:
+    model: Source, data: Data, out: str | Path, *, settings: Sparsify | None = None, text: Text | None = None,
+    resume: bool = False, show_progress: bool = True, say: Callable[[str], None] = print, **overrides: Any,
+) -> Run:  # fmt: skip
     """Make the attention of a model sparse without losing what it can do; returns the Run.
 
     model: hub name, folder, Run, .gguf file, or (model, tokenizer). data: files, globs, a dataset name, or anything
@@ -92,16 +84,9 @@ def _announcement(name: str, model: nn.Module, batches: Batches, settings: Spars
 
 
 def sparsify_into(
-    run: Run,
-    base: nn.Module,
-    tokenizer: PreTrainedTokenizerBase | None,
-    batches: Batches,
-    settings: Sparsify,
-    *,
-    resume: bool = False,
-    show_progress: bool = True,
-    say: Callable[[str], None] = print,
-) -> nn.Module:
+    run: Run, base: nn.Module, tokenizer: PreTrainedTokenizerBase | None, batches: Batches, settings: Sparsify, *,
+    resume: bool = False, show_progress: bool = True, say: Callable[[str], None] = print,
+) -> nn.Module:  # fmt: skip
     """Steps 2 to 4 inside an open Run; returns the sparse model. What a finished stage left there is used again."""
     training = settings.training
     device = distributed.device()

@@ -73,14 +73,9 @@ def tokens_of(batch: dict[str, Tensor], layers: list[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def measure_fit(
-    model: nn.Module,
-    transcoder: Transcoder,
-    batches: Batches,
-    count: int,
-    *,
-    micro_batch: int = 8,
+    model: nn.Module, transcoder: Transcoder, batches: Batches, count: int, *, micro_batch: int = 8,
     autocast: AbstractContextManager[Any] | None = None,
-) -> Fit:
+) -> Fit:  # fmt: skip
     """FVU and active features on the first `count` held-out sequences, reading the model's own activations."""
     device = next(model.parameters()).device
     n_layers = transcoder.n_layers
@@ -119,14 +114,9 @@ def measure_fit(
 
 
 def measure_replacement(
-    model: nn.Module,
-    transcoder: Transcoder,
-    batches: Batches,
-    count: int,
-    *,
-    micro_batch: int = 8,
+    model: nn.Module, transcoder: Transcoder, batches: Batches, count: int, *, micro_batch: int = 8,
     autocast: AbstractContextManager[Any] | None = None,
-) -> ReplacementRow:
+) -> ReplacementRow:  # fmt: skip
     """The model's loss as it is, with its MLPs replaced and with its MLPs silent; exact: faultless sequences."""
     options: dict[str, Any] = {"micro_batch": micro_batch, "autocast": autocast}
     own = measure(model, batches, 0, count, **options)

@@ -43,19 +43,10 @@ BETAS = (0.9, 0.99)
 
 
 def transcode(
-    model: Source,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    *,
-    data: Data,
-    out: str | Path,
-    settings: Transcode | None = None,
-    text: Text | None = None,
-    name: str | None = None,
-    resume: bool = False,
-    show_progress: bool = True,
-    say: Callable[[str], None] = print,
-    **overrides: Any,
-) -> Transcoder:
+    model: Source, tokenizer: PreTrainedTokenizerBase | None = None, *, data: Data, out: str | Path,
+    settings: Transcode | None = None, text: Text | None = None, name: str | None = None, resume: bool = False,
+    show_progress: bool = True, say: Callable[[str], None] = print, **overrides: Any,
+) -> Transcoder:  # fmt: skip
     """Train features that stand in for a model's MLPs; returns the transcoder and leaves a Run in `out`.
 
     model: dense or sparse; a model, (model, tokenizer), or a name, folder, Run or .gguf file. data: files, globs, a
@@ -102,9 +93,6 @@ def n_parameters(n_layers: int, d_model: int, settings: Transcode) -> int:
     """Weights of a transcoder: one encoder row and one decoder row per target for every feature, and the biases."""
     targets = n_layers * (n_layers + 1) // 2 if settings.cross_layer else n_layers
     return settings.features * (d_model * (n_layers + targets) + 2 * n_layers) + n_layers * d_model
-
-
-# ---- the run ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
