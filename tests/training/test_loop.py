@@ -22,8 +22,7 @@ from sparselens.training import engine
 from sparselens.training import loop as training
 from sparselens.training.copies import start_within_reach, trainable
 from sparselens.training.measure import measure
-from sparselens.training.request import overridden
-from sparselens.training.sparsify import _target
+from sparselens.training.sparsify import _target, overridden
 
 
 @pytest.fixture

@@ -122,13 +122,11 @@ def dimensions(config: Any) -> Dimensions:
         if getattr(config, name) < 1:
             raise ValueError(f"the model's config says {name}={getattr(config, name)}: expected at least 1")
     return Dimensions(
-        n_layers=config.num_hidden_layers,
-        n_heads=n_heads,
-        n_kv_heads=getattr(config, "num_key_value_heads", None) or n_heads,
-        d_model=config.hidden_size,
+        n_layers=config.num_hidden_layers, n_heads=n_heads,
+        n_kv_heads=getattr(config, "num_key_value_heads", None) or n_heads, d_model=config.hidden_size,
         d_head=getattr(config, "head_dim", None) or config.hidden_size // n_heads,
         max_tokens=config.max_position_embeddings,
-    )
+    )  # fmt: skip
 
 
 def mlp_width(config: Any) -> int:

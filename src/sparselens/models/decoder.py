@@ -31,14 +31,11 @@ from .architectures import (
     unembed,
 )
 from .component_graph import Components
+from .hooks import Enough, hooked
 from .loading import gate_biases, is_gated
 
 Step = Callable[[int, Tensor], Tensor]  # (layer, what a part reads) -> what it makes of it
 Mix = Callable[[int, Tensor, Tensor], Tensor]  # (layer, weights [..., queries, keys], values) -> the heads' value mixes
-
-
-class _Enough(Exception):
-    """Everything asked for has been seen; the rest of the forward pass is not needed."""
 
 
 class BlockValues(NamedTuple):
@@ -99,6 +96,7 @@ class Decoder:
     @torch.no_grad()
     def _begin(self, ids: Tensor, logits: bool) -> tuple[Tensor, Tensor | None]:
         found: list[Tensor] = []
+        own: Tensor | None = None
         attentions = attention_modules(self.model)
 
         def embedding(module: nn.Module, arguments: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> None:
@@ -109,19 +107,14 @@ class Decoder:
                 turned = keywords.get("position_embeddings")
                 self._rotations[layer] = None if turned is None else (turned[0][:1], turned[1][:1])
                 if layer + 1 == self.dims.n_layers and not logits:
-                    raise _Enough
+                    raise Enough
 
             return keep
 
         handles = [blocks(self.model)[0].register_forward_pre_hook(embedding, with_kwargs=True)]
         handles += [m.register_forward_pre_hook(rotation(i), with_kwargs=True) for i, m in enumerate(attentions)]
-        try:
+        with hooked(handles):
             own = self.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
-        except _Enough:
-            own = None
-        finally:
-            for handle in handles:
-                handle.remove()
         return found[0], own
 
     def rotate(self, layer: int, q: Tensor, k: Tensor, at: Tensor | None = None) -> tuple[Tensor, Tensor]:

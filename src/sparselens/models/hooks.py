@@ -13,10 +13,27 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from .architectures import Site, base_model, dimensions, mlp_modules, output_projections
 
 Value = Tensor | float | Callable[[Tensor], Tensor]
+
+
+class Enough(Exception):
+    """Everything asked for has been seen; the rest of the forward pass is not needed."""
+
+
+@contextmanager
+def hooked(handles: list[RemovableHandle]) -> Iterator[None]:
+    """Hooks that are there inside the block, and gone when it ends or `Enough` ends it."""
+    try:
+        yield
+    except Enough:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def check_site(model: nn.Module, site: "str | Site") -> Site:
@@ -74,15 +91,11 @@ def patch(model: nn.Module, values: Mapping[str, Value] | Mapping[Site, Value]) 
     def mlp(value: Value) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
         return lambda module, arguments, output: apply(value, output).expand_as(output)
 
-    handles = []
-    try:
-        for name, value in values.items():
-            site = check_site(model, name)
-            if site.kind == "a":
-                handles.append(mixes[site.layer].register_forward_pre_hook(heads(site, value)))
-            else:
-                handles.append(mlps[site.layer].register_forward_hook(mlp(value)))
+    def put(site: Site, value: Value) -> RemovableHandle:
+        if site.kind == "a":
+            return mixes[site.layer].register_forward_pre_hook(heads(site, value))
+        return mlps[site.layer].register_forward_hook(mlp(value))
+
+    checked = [(check_site(model, name), value) for name, value in values.items()]
+    with hooked([put(site, value) for site, value in checked]):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

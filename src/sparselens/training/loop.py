@@ -215,7 +215,7 @@ def accumulate(stage: Stage) -> tuple[float, float] | None:
     total_loss = total_density = 0.0
     round_size = micro * distributed.world()
     chunks = settings.batch // round_size
-    seed = seed_of(settings.seed, progress.step)
+    seed = (settings.seed * 1_000_003 + progress.step) * 1_009  # of the gates' noise, another one in every step
     try:
         for first in range(distributed.rank() * micro, settings.batch, round_size):
             batch = stage.batches.train(progress.data + first, micro)
@@ -232,10 +232,8 @@ def accumulate(stage: Stage) -> tuple[float, float] | None:
         if not out_of_memory(error) or distributed.world() > 1:
             raise
         return None  # not from here: the traceback holds the tensors that were too many
-    loss_of_all, density_of_all = distributed.mean(
-        torch.tensor([total_loss, total_density], dtype=torch.float64)
-    ).tolist()
-    return loss_of_all, density_of_all
+    means = distributed.mean(torch.tensor([total_loss, total_density], dtype=torch.float64))
+    return means[0].item(), means[1].item()
 
 
 def smaller(stage: Stage) -> int:
@@ -301,19 +299,11 @@ def steering_loss(stage: Stage, values: Tensor, reference: Tensor | None, start:
 
     A slice may be easier or harder text than the rest. The base's own loss on the same sequences takes that out.
     """
-    if reference is None:
-        difference, level = values, 0.0
-    else:
-        difference = values - reference[start : start + len(values)]
-        level = reference.mean().item()
+    level = 0.0 if reference is None else reference.mean().item()
+    difference = values if reference is None else values - reference[start : start + len(values)]
     whole = len(values) == stage.steering
     error = 0.0 if whole or len(values) < 2 else (difference.std() / len(values) ** 0.5).item()
     return level + difference.mean().item(), error
-
-
-def seed_of(seed: int, step: int) -> int:
-    """Seed of the gates' noise for one step."""
-    return (seed * 1_000_003 + step) * 1_009
 
 
 def take_best(stage: Stage) -> Best:

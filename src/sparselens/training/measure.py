@@ -146,11 +146,8 @@ def _measure(
             counts = counts + torch.stack(output.attentions)[:, :n].double().sum(1)  # [n_layers, n_heads, 2]
     counts = distributed.total(counts).cpu()
     return Measurement(
-        losses=distributed.total(losses).cpu(),
-        kl=distributed.total(divergences).cpu() if base is not None else None,
-        edges=counts[..., 0] if gated else None,
-        pairs=counts[:, 0, 1] if gated else None,
-        queries=int(distributed.total(queries)),
-        correct=distributed.total(correct).cpu() > 0,
+        losses=distributed.total(losses).cpu(), kl=distributed.total(divergences).cpu() if base is not None else None,
+        edges=counts[..., 0] if gated else None, pairs=counts[:, 0, 1] if gated else None,
+        queries=int(distributed.total(queries)), correct=distributed.total(correct).cpu() > 0,
         agreement=distributed.total(agreement).cpu() if base is not None else None,
-    )
+    )  # fmt: skip

@@ -64,12 +64,10 @@ def write_folder(folder: Path, kind: Kind, layers: list[dict[str, Tensor]]) -> P
 
 def _config(kind: Kind) -> dict[str, Any]:
     config: dict[str, Any] = {
-        "model_name": kind.model_name,
-        "model_kind": "cross_layer_transcoder" if kind.cross_layer else "transcoder_set",
+        "model_name": kind.model_name, "model_kind": "cross_layer_transcoder" if kind.cross_layer else "transcoder_set",
         "feature_input_hook": next(name for name, hook in HOOKS.items() if hook == kind.input_hook),
-        "feature_output_hook": "hook_mlp_out",
-        "scan": Path(kind.model_name).name,
-    }
+        "feature_output_hook": "hook_mlp_out", "scan": Path(kind.model_name).name,
+    }  # fmt: skip
     if kind.k is not None:
         config |= {"activation": kind.activation, "k": kind.k}
     return config

@@ -13,12 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..models.architectures import base_model, dimensions, mlp_modules, parts
+from ..models.hooks import Enough, hooked
 from ..runs import distributed
 from .transcoder import Transcoder
-
-
-class _Enough(Exception):
-    """The last MLP has been seen; the logits are not needed."""
 
 
 def check_fit(model: nn.Module, transcoder: Transcoder) -> None:
@@ -46,12 +43,8 @@ def _reading(model: nn.Module, hook: str, keep: Callable[[int, Tensor], None]) -
 
         return read
 
-    handles = [m.register_forward_pre_hook(reader(i), with_kwargs=True) for i, m in enumerate(modules)]
-    try:
+    with hooked([m.register_forward_pre_hook(reader(i), with_kwargs=True) for i, m in enumerate(modules)]):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.no_grad()
@@ -65,19 +58,13 @@ def observe(model: nn.Module, batch: dict[str, Tensor], hook: str) -> tuple[list
         def wrote(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
             outputs[layer] = output
             if layer + 1 == n_layers and not distributed.is_sharded(model):  # which would stay open if cut off
-                raise _Enough
+                raise Enough  # the logits are not needed
 
         return wrote
 
     handles = [m.register_forward_hook(writer(i)) for i, m in enumerate(mlp_modules(model))]
-    try:
-        with _reading(model, hook, inputs.__setitem__):
-            model(**{name: value for name, value in batch.items() if name != "labels"}, use_cache=False)
-    except _Enough:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
+    with hooked(handles), _reading(model, hook, inputs.__setitem__):
+        model(**{name: value for name, value in batch.items() if name != "labels"}, use_cache=False)
     return [inputs[i] for i in range(n_layers)], [outputs[i] for i in range(n_layers)]
 
 
@@ -105,9 +92,5 @@ def replaced(model: nn.Module, transcoder: Transcoder) -> Iterator[None]:
         return lambda module, arguments, output: (promised.pop(layer) + transcoder.b_dec[layer]).to(output.dtype)
 
     handles = [m.register_forward_hook(answer(i)) for i, m in enumerate(mlp_modules(model))]
-    try:
-        with _reading(model, transcoder.input_hook, encode):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with hooked(handles), _reading(model, transcoder.input_hook, encode):
+        yield

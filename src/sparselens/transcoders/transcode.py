@@ -31,7 +31,7 @@ from ..training import engine
 from ..training.copies import left_as_it_was
 from ..training.engine import Progress, Trainee
 from ..training.measure import in_bf16
-from ..training.request import Data, batches_of, check_length, length_of, overridden, source_name
+from ..training.sparsify import Data, batches_of, check_length, length_of, overridden, source_name
 from .evaluation import measure_fit, measure_replacement, tokens_of
 from .files import FOLDER
 from .losses import Learner, Losses
@@ -185,7 +185,7 @@ class TranscoderStage(Trainee):
         # The model runs in the training's precision, the transcoder in fp32: that is how it is saved and will be used.
         options: dict[str, Any] = {"micro_batch": min(self.settings.batch, count), "autocast": self.autocast()}
         fit = measure_fit(self.model, transcoder, self.batches, count, **options)
-        return {**fit.row(), **measure_replacement(self.model, transcoder, self.batches, count, **options)}
+        return {**fit, **measure_replacement(self.model, transcoder, self.batches, count, **options)}
 
     def describe(self, line: MetricsLine) -> str:
         text = f"FVU {line['fvu']:.4f} L0 {line['l0']:.1f} dead {line['dead_share']:.1%}"
@@ -204,14 +204,11 @@ def finish(stage: TranscoderStage, run: Run) -> Transcoder:
         transcoder = transcoder.as_jumprelu([x.float() for x in stage.activations(0, count)[0]])
     distributed.on_main(lambda: transcoder.save(run.path / FOLDER))
     results: TranscoderRow = {
-        **stage.measured(transcoder),
-        "dead_share": stage.dead_share,
+        **stage.measured(transcoder), "dead_share": stage.dead_share,
         "heldout_sequences": min(settings.evaluate_sequences, stage.batches.n_heldout),
-        "parameters": n_parameters(transcoder.n_layers, transcoder.d_model, settings),
-        "tokens": progress.tokens,
-        "minutes": progress.seconds / 60,
-        "tokens_per_second": progress.tokens / max(progress.seconds, 1e-9),
-    }
+        "parameters": n_parameters(transcoder.n_layers, transcoder.d_model, settings), "tokens": progress.tokens,
+        "minutes": progress.seconds / 60, "tokens_per_second": progress.tokens / max(progress.seconds, 1e-9),
+    }  # fmt: skip
     run.write("results.json", results)
     stage.say(fit_table(results))
     stage.say(f"transcoder: {run.path / FOLDER}   numbers: {run.path / 'results.json'}")
