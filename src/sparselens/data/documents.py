@@ -76,16 +76,13 @@ def _documents_of_lines(lines: io.TextIOWrapper) -> Iterator[tuple[str, bool]]:
     piece: list[str] = []
     size, fresh = 0, True
     while line := lines.readline(PIECE):  # bounded: a file without line breaks is a stream too
-        if line.strip() == SEPARATOR_LINE:
-            if piece:
-                yield "".join(piece), fresh
-            piece, size, fresh = [], 0, True
-            continue
-        piece.append(line)
-        size += len(line)
-        if size >= PIECE:
+        if not (ends := line.strip() == SEPARATOR_LINE):
+            piece.append(line)
+            size += len(line)
+        if piece and (ends or size >= PIECE):
             yield "".join(piece), fresh
             piece, size, fresh = [], 0, False
+        fresh = fresh or ends
     if piece:
         yield "".join(piece), fresh
 

@@ -40,8 +40,10 @@ def gated_attention(
             q, k, v = (x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v))
         reason = _unsupported(q, k, v, bias, scale, mask, sample, normalise, softcap, backend)
         if reason is None:
-            if not (
-                isinstance(bias, Tensor) and bias.dtype == torch.float32 and bias.ndim == 1 and bias.is_contiguous()
+            if (
+                not isinstance(bias, Tensor)
+                or (bias.dtype, bias.ndim) != (torch.float32, 1)
+                or not bias.is_contiguous()
             ):
                 bias = torch.as_tensor(bias, dtype=torch.float32, device=q.device).expand(q.shape[1]).contiguous()
             documents = None if mask is None else mask.to(torch.int32).contiguous()

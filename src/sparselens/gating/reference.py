@@ -121,15 +121,14 @@ def gated_pattern(
     # Value: the hard gate. Gradient: the surrogate's, also for closed edges.
     through = torch.where(allowed, gate.to(dtype) + (surrogate - surrogate.detach()), 0.0)
 
+    scores = logits.masked_fill(~allowed, -torch.inf)
     if normalise == "all":
-        scores = logits.masked_fill(~allowed, -torch.inf)
         top = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(dtype).min).detach()
         weight = torch.exp(scores - top)
         # A row without any pair (padding) divides 0 by 1 instead of 0 by 0.
         total = weight.sum(-1, keepdim=True)
         weights = through * (weight / torch.where(total > 0, total, 1.0))
     else:
-        scores = logits.masked_fill(~allowed, -torch.inf)
         top = scores.masked_fill(~gate, -torch.inf).amax(-1, keepdim=True)
         top = torch.where(top.isfinite(), top, scores.amax(-1, keepdim=True)).clamp(min=torch.finfo(dtype).min)
         # Closed keys can outweigh every open one: they carry gradient only, and a bounded weight keeps it finite.

@@ -47,21 +47,17 @@ def gated_attention_forward(
     complete = attention_mask is not None and attention_mask.ndim == 4
     if complete and attention_mask.dtype != torch.bool:  # type: ignore[union-attr]
         attention_mask = attention_mask > torch.finfo(attention_mask.dtype).min / 2  # type: ignore
+    window = None if complete else sliding_window  # a 4-dimensional mask already says everything
     options = PatternOptions(
-        scale=scaling,
-        causal=not complete,  # a 4-dimensional mask already says everything
-        window=None if complete else sliding_window,
-        softcap=softcap,
-        mask=attention_mask,
-        sample=gate_sample,
+        scale=scaling, causal=not complete, window=window, softcap=softcap, mask=attention_mask, sample=gate_sample,
         seed=later_seed(layer_seed(seed, module.layer_idx), first, query.shape[1]),  # type: ignore[arg-type]
         normalise=module.config.sparselens["normalise"],  # type: ignore[union-attr,index,typeddict-item]
-    )
+    )  # fmt: skip
     out, edges = gated_attention(query, key, value, bias, **options)
     if module.training and architecture(module.config).attention_post:
         out = bounded(out, value)
     if gate_output == "edges":
-        pairs = pairs_once(attention_mask, query.shape[2], key.shape[2], options["window"], query.device, edges.dtype)
+        pairs = pairs_once(attention_mask, query.shape[2], key.shape[2], window, query.device, edges.dtype)
         attentions = torch.stack([edges, pairs.expand_as(edges)], dim=-1)
     elif gate_output in ("pattern", "margin"):
         pattern, _edges = gated_pattern(query, key, bias, **options)

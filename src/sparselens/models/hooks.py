@@ -10,6 +10,7 @@ A head's value mix z is the attention-weighted sum of its values; what it writes
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -52,14 +53,11 @@ def capture(model: nn.Module, sites: Iterable[str | Site]) -> Iterator[dict[str,
     """
     seen: dict[str, Tensor] = {}
 
-    def keep(site: str) -> Callable[[Tensor], Tensor]:
-        def look(value: Tensor) -> Tensor:
-            seen[site] = value  # what is kept is what is passed on, or no gradient would ever reach it
-            return value
+    def keep(site: str, value: Tensor) -> Tensor:
+        seen[site] = value  # what is kept is what is passed on, or no gradient would ever reach it
+        return value
 
-        return look
-
-    with patch(model, {site: keep(site) for site in map(str, map(Site.parse, sites))}):
+    with patch(model, {site: partial(keep, site) for site in map(str, map(Site.parse, sites))}):
         yield seen
 
 

@@ -86,8 +86,7 @@ def _control_group() -> "ProcessGroup":
         torch.cuda.set_device(local)
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=STEP_TIMEOUT)
-    group: ProcessGroup = dist.new_group(backend="gloo", timeout=PATIENCE)
-    return group
+    return dist.new_group(backend="gloo", timeout=PATIENCE)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def stop() -> None:

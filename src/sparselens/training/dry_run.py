@@ -106,8 +106,7 @@ def _loss(
     logits = forward(model, batch).logits
     with torch.no_grad():
         reference = None if teacher is None else forward(teacher, batch).logits
-    fused: Tensor = _FusedLoss.apply(logits, reference)  # type: ignore[no-untyped-call]
-    return fused
+    return _FusedLoss.apply(logits, reference)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _FusedLoss(torch.autograd.Function):

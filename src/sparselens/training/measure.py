@@ -109,8 +109,7 @@ def measure(
             raise
     finally:
         model.train(was_training)
-    if torch.cuda.is_available():  # not in the handler: the traceback holds the tensors that were too many
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # not in the handler: the traceback holds the tensors that were too many
     return measure(model, batches, start, count, micro_batch=micro_batch // 2, base=base, autocast=autocast)
 
 

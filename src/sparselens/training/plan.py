@@ -127,17 +127,20 @@ def plan(
             break
         job = job.changed(micro_batch=job.micro // 2)  # as the run itself will do when memory runs out
     trained, parameters = job.step.trained, job.step.parameters
-    space = disk(parameters, trained, settings) | {"tokenised text": job.text_bytes()}
+    tokens = settings.training.batch * text.length  # per step
+    tokenised = (2 if config.vocab_size <= 1 << 16 else 4) * settings.training.steps * tokens
+    space = disk(parameters, trained, settings) | {"tokenised text": tokenised}
     known = str(model), gpus, int(parameters), int(trained), job.memory(), available, job.micro, space
     result = Plan(*known, free=free_disk(Path(out)))
     if result.total_memory > available:
         return dataclasses.replace(result, advice=job.advice(available))
     gradients, update, how = job.speed(here, tokens_per_second)
-    tokens = settings.training.batch * text.length
     compute = gradients * tokens / job.gpus + update
     communication = job.communication()
     per_step = max(compute, communication)
-    evaluation = job.forward_share * gradients * job.evaluated_tokens(text) / job.gpus
+    # Of a training token's time: one pass of three (backward counts two), four with a teacher or a repetition.
+    forward_share = 1 / (3 + (settings.loss == "kl") + settings.training.gradient_checkpointing)
+    evaluation = forward_share * gradients * job.evaluated_tokens(text) / job.gpus
     stages = 2 if settings.control else 1
     saving = settings.training.steps // settings.training.checkpoint_every * 16 * job.step.trained / DISK_BYTES
     start = job.gpu * (GPU_START + stages * job.compiled * COMPILING)
@@ -246,11 +249,6 @@ class Job:
             sent = 2 * trained
         return sent * (1 - 1 / self.gpus) / (NVLINK if self.gpus <= NODE else NETWORK)
 
-    @property
-    def forward_share(self) -> float:
-        """Of a training token's time: one pass of three (backward counts two), four with a teacher or a repetition."""
-        return 1 / (3 + (self.settings.loss == "kl") + self.settings.training.gradient_checkpointing)
-
     def evaluated_tokens(self, text: Text) -> float:
         """Tokens of forward passes beside training: steering evaluations, and the report on base, control, sparse."""
         training = self.settings.training
@@ -262,10 +260,6 @@ class Job:
         steered = stages * (training.steps // training.evaluate_every) * each
         report = 2 * (heldout - steering) * (1 + stages) + steering * stages
         return (steered + report) * text.length
-
-    def text_bytes(self) -> float:
-        each = 2 if self.config.vocab_size <= 1 << 16 else 4
-        return each * self.settings.training.steps * self.settings.training.batch * self.length
 
 
 def in_words(seconds: float) -> str:

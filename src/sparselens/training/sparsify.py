@@ -92,7 +92,8 @@ def sparsify_into(
     training = settings.training
     device = distributed.device()
     source = base.requires_grad_(False)  # of all copies: with FSDP2 it stays whole, on the CPU
-    base = _place(copy.deepcopy(source) if distributed.sharded() else source, device)
+    base = copy.deepcopy(source) if distributed.sharded() else source
+    distributed.place(base, device, blocks(base))
     steering = steering_count(batches)
     micro = distributed.micro_batch(training.batch, training.micro_batch, batches.length)
     autocast = torch.autocast(device, torch.bfloat16, enabled=in_bf16(training.precision))
@@ -144,10 +145,6 @@ def sparsify_into(
     return plain
 
 
-def _place(model: nn.Module, device: str) -> nn.Module:
-    return distributed.place(model, device, blocks(model))
-
-
 def disk(parameters: float, trained: float, settings: Sparsify) -> dict[str, float]:
     """Bytes a run of `sparsify` writes, at the moment when most of it is there."""
     checkpoint = 4 * 3 * trained  # weights and both moments
@@ -177,7 +174,8 @@ def _control(
     """The same training without gates. A finished one is not trained again."""
     folder = run.path / "control"
     if (folder / "model").is_dir():
-        return _place(load(folder / "model")[0], distributed.device())
+        model: nn.Module = load(folder / "model")[0]
+        return distributed.place(model, distributed.device(), blocks(model))
     model = dense_copy(base, common["settings"])
     train(Stage("control", model, folder=folder, **common), resume and folder.is_dir())
     plain = distributed.collect(model, into=dense_copy(base, common["settings"])) if distributed.sharded() else model

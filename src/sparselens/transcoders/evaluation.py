@@ -93,11 +93,12 @@ def measure_fit(
 
 
 def measure_replacement(
-    model: nn.Module, transcoder: Transcoder, batches: Batches, count: int, *, micro_batch: int = 8,
-    autocast: AbstractContextManager[Any] | None = None,
-) -> ReplacementRow:  # fmt: skip
-    """The model's loss as it is, with its MLPs replaced and with its MLPs silent; exact: faultless sequences."""
-    options: dict[str, Any] = {"micro_batch": micro_batch, "autocast": autocast}
+    model: nn.Module, transcoder: Transcoder, batches: Batches, count: int, **options: Any
+) -> ReplacementRow:
+    """The model's loss as it is, with its MLPs replaced and with its MLPs silent; exact: faultless sequences.
+
+    options: those of `measure`.
+    """
     own = measure(model, batches, 0, count, **options)
     with replaced(model, transcoder):
         instead = measure(model, batches, 0, count, **options)

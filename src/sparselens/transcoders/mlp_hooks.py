@@ -7,6 +7,7 @@ with replaced(model, transcoder):                        every MLP's output is w
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,13 +38,10 @@ def _reading(model: nn.Module, hook: str, keep: Callable[[int, Tensor], None]) -
         norms = [parts(model, layer).mlp_norm for layer in range(len(modules))]
         modules = [mlp if norm is None else norm for mlp, norm in zip(modules, norms, strict=True)]
 
-    def reader(layer: int) -> Callable[..., Any]:
-        def read(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            keep(layer, arguments[0] if arguments else next(iter(keywords.values())))
+    def read(layer: int, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        keep(layer, arguments[0] if arguments else next(iter(keywords.values())))
 
-        return read
-
-    with hooked([m.register_forward_pre_hook(reader(i), with_kwargs=True) for i, m in enumerate(modules)]):
+    with hooked([m.register_forward_pre_hook(partial(read, i), with_kwargs=True) for i, m in enumerate(modules)]):
         yield
 
 
@@ -54,15 +52,12 @@ def observe(model: nn.Module, batch: dict[str, Tensor], hook: str) -> tuple[list
     inputs: dict[int, Tensor] = {}
     outputs: dict[int, Tensor] = {}
 
-    def writer(layer: int) -> Callable[..., Any]:
-        def wrote(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
-            outputs[layer] = output
-            if layer + 1 == n_layers and not distributed.is_sharded(model):  # which would stay open if cut off
-                raise Enough  # the logits are not needed
+    def wrote(layer: int, module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+        outputs[layer] = output
+        if layer + 1 == n_layers and not distributed.is_sharded(model):  # which would stay open if cut off
+            raise Enough  # the logits are not needed
 
-        return wrote
-
-    handles = [m.register_forward_hook(writer(i)) for i, m in enumerate(mlp_modules(model))]
+    handles = [m.register_forward_hook(partial(wrote, i)) for i, m in enumerate(mlp_modules(model))]
     with hooked(handles), _reading(model, hook, inputs.__setitem__):
         model(**{name: value for name, value in batch.items() if name != "labels"}, use_cache=False)
     return [inputs[i] for i in range(n_layers)], [outputs[i] for i in range(n_layers)]
@@ -88,9 +83,9 @@ def replaced(model: nn.Module, transcoder: Transcoder) -> Iterator[None]:
         for j, one in enumerate(written.unbind(-2)):
             promised[layer + j] = promised[layer + j] + one if layer + j in promised else one
 
-    def answer(layer: int) -> Callable[..., Any]:
-        return lambda module, arguments, output: (promised.pop(layer) + transcoder.b_dec[layer]).to(output.dtype)
+    def answer(layer: int, module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Any:
+        return (promised.pop(layer) + transcoder.b_dec[layer]).to(output.dtype)
 
-    handles = [m.register_forward_hook(answer(i)) for i, m in enumerate(mlp_modules(model))]
+    handles = [m.register_forward_hook(partial(answer, i)) for i, m in enumerate(mlp_modules(model))]
     with hooked(handles), _reading(model, transcoder.input_hook, encode):
         yield

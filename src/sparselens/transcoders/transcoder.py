@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .activations import Activation, active, batch_topk_mask, batch_topk_threshold, check_activation, topk_mask
-from .decoding import entries, write
-from .files import InputHook, Kind, fill_from_file, read_folder, write_folder
+from .decoding import active, batch_topk_mask, batch_topk_threshold, entries, topk_mask, write
+from .files import Activation, InputHook, Kind, check_activation, fill_from_file, read_folder, write_folder
 
 
 class Transcoder(nn.Module):
