@@ -208,7 +208,7 @@ def configuration(sizes: dict):
 def options(length: int, overrides: dict):
     """(Sparsify, Text) of a short run that evaluates and writes checkpoints, as long ones do."""
     from sparselens.config import Sparsify, Text
-    from sparselens.training.request import overridden
+    from sparselens.training.sparsify import overridden
 
     heldout = 32 * length
     return overridden(

@@ -1,6 +1,7 @@
 """The controllers against the traps: wind-up, cliffs, noise, flattering training losses, swings of a budget."""
 
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -131,7 +132,7 @@ def test_state_stays_finite_and_bounded(losses, slack):
         c.correct(loss)
         assert c.lowest <= c.log_lambda <= c.highest
         assert 0 < c.weight < 1
-    assert Controller(**c.state()) == c, "a checkpoint brings back all of it"
+    assert Controller(**asdict(c)) == c, "a checkpoint brings back all of it"
 
 
 def test_constraint_ranks_meeting_over_density_and_loss_over_nothing():
@@ -285,4 +286,4 @@ def test_budget_state_stays_finite_and_bounded(steps):
     for loss, density, done in steps:
         b.step(loss, density, done)
         assert b.lowest <= b.log_pressure <= b.highest and math.isfinite(b.loss_weight)
-    assert Budget(**b.state()) == b, "a checkpoint brings back all of it"
+    assert Budget(**asdict(b)) == b, "a checkpoint brings back all of it"

@@ -20,8 +20,7 @@ from sparselens.runs.run import Metrics, Run
 from sparselens.training import compilation as speed, engine, loop as training
 from sparselens.training.copies import start_within_reach, trainable
 from sparselens.training.measure import measure
-from sparselens.training.request import overridden
-from sparselens.training.sparsify import _target
+from sparselens.training.sparsify import _target, overridden
 
 
 @pytest.fixture

@@ -289,11 +289,13 @@ def test_fit_against_naive():
     for layer in range(2):
         y = outputs[layer].double()
         error, centred = (guesses[layer].double() - y).pow(2), (y - y.mean((0, 1))).pow(2)
-        assert fit.fvu[layer] == pytest.approx((error.sum() / centred.sum()).item(), rel=1e-5)
+        assert fit["fvu_per_layer"][layer] == pytest.approx((error.sum() / centred.sum()).item(), rel=1e-5)
         y, error = y[:, 1:], error[:, 1:]
         centred = (y - y.mean((0, 1))).pow(2)
-        assert fit.fvu_after_first[layer] == pytest.approx((error.sum() / centred.sum()).item(), rel=1e-5)
-        assert fit.l0[layer] == pytest.approx((t.encode(layer, inputs[layer]) > 0).float().sum(-1).mean().item())
+        assert fit["fvu_per_layer_after_first"][layer] == pytest.approx((error.sum() / centred.sum()).item(), rel=1e-5)
+        assert fit["l0_per_layer"][layer] == pytest.approx(
+            (t.encode(layer, inputs[layer]) > 0).float().sum(-1).mean().item()
+        )
 
 
 def test_losses_with_mlps_replaced_and_silent():
@@ -345,7 +347,8 @@ def test_padding_counts_nowhere():
 
     model, t = tiny_model("gpt2"), Transcoder.random(2, 30, 32)
     padded, short = (measure_fit(model, t, batches, 4) for batches in (Padded(), Short()))
-    assert padded.fvu == pytest.approx(short.fvu, rel=1e-4) and padded.l0 == pytest.approx(short.l0)
+    assert padded["fvu_per_layer"] == pytest.approx(short["fvu_per_layer"], rel=1e-4)
+    assert padded["l0_per_layer"] == pytest.approx(short["l0_per_layer"])
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -359,7 +362,7 @@ def test_end_to_end(tmp_path, activation, gated):
     assert results["fvu"] < 0.9 and results["model_loss"] < results["zero_loss"] + 1
     loaded = sl.Transcoder.load(tmp_path / "run")
     fit = measure_fit(model, loaded, Words(), 4, micro_batch=4)
-    assert fit.fvu == pytest.approx(results["fvu_per_layer"], rel=1e-6)
+    assert fit["fvu_per_layer"] == pytest.approx(results["fvu_per_layer"], rel=1e-6)
     again = measure_replacement(model, loaded, Words(), 4, micro_batch=4)
     assert again["replacement_loss"] == pytest.approx(results["replacement_loss"], rel=1e-6)
     assert "held-out sequences" in said[-2] and "heldout_replacement_loss" in lines(tmp_path / "run")[4]

@@ -7,8 +7,17 @@ from safetensors.torch import load_file, save_file
 
 import sparselens as sl
 from sparselens.transcoders import decoding as transcoder_decoding
-from sparselens.transcoders.activations import batch_topk_mask, batch_topk_threshold, jumprelu, topk_mask
-from sparselens.transcoders.decoding import decode, entries, read, write, write_densely
+from sparselens.transcoders.decoding import (
+    batch_topk_mask,
+    batch_topk_threshold,
+    decode,
+    entries,
+    jumprelu,
+    read,
+    topk_mask,
+    write,
+    write_densely,
+)
 from sparselens.transcoders.transcoder import Transcoder
 
 KINDS = [(True, "jumprelu"), (False, "jumprelu"), (True, "topk"), (False, "batchtopk")]

@@ -1,4 +1,1 @@
-"""Text: documents, tokens, packed batches.
-
-Imports runs.
-"""
+"""Text: documents, tokens, packed batches. Imports runs."""

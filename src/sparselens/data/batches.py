@@ -18,23 +18,21 @@ import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NotRequired, Protocol, TypedDict
+from typing import Any, Literal, NotRequired, Protocol, TypedDict
 
 import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from ..runs.run import give_back, read_json, reading, take_lock, write_bytes, write_json
 from .documents import PIECE, SEPARATOR_LINE, dataset_documents, find_files, is_local, read_documents
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
 
 PIECES_AT_ONCE = 32  # to tokenise
 SHARD = 1 << 24  # tokens per cache file
 HELDOUT_EVERY = 20  # one document in 20 is kept from training until there is enough held-out text
 LANES = 16  # files read side by side
 ROOM = 40  # sequences read at least, so that a tenth of them is some
-
 
 Tokens = np.ndarray[Any, Any]  # flat
 Part = Literal["train", "heldout"]
@@ -61,21 +59,16 @@ class Batches(Protocol):
     n_heldout: int  # how many held-out sequences there are
     length: int  # tokens per sequence
 
-    def train(self, start: int, count: int) -> "dict[str, Tensor]":
+    def train(self, start: int, count: int) -> dict[str, Tensor]:
         """Sequences `start` ... `start + count - 1`: input_ids, labels (aligned with the logits; -100 = none)."""
-        ...
 
-    def heldout(self, start: int, count: int) -> "dict[str, Tensor]": ...
+    def heldout(self, start: int, count: int) -> dict[str, Tensor]: ...
 
     def describe(self) -> dict[str, Any]:
         """Where the data came from, for the record."""
-        ...
 
 
-# ---- documents -> cached tokens --------------------------------------------------------------------------------------
-
-
-def first_token(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+def first_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The token that starts every document: BOS where the tokenizer puts it there itself; else <|endoftext|> where the
     vocabulary has it, else BOS, else EOS."""
     bos = tokenizer.bos_token_id
@@ -85,7 +78,7 @@ def first_token(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     return next((token for token in found if token is not None), None)
 
 
-def separator_id(tokenizer: "PreTrainedTokenizerBase") -> int:
+def separator_id(tokenizer: PreTrainedTokenizerBase) -> int:
     if (found := first_token(tokenizer)) is not None:
         return found
     raise ValueError("this tokenizer has no <|endoftext|>, BOS or EOS token to separate documents with")
@@ -115,7 +108,7 @@ class TokenCache:
 
     @classmethod
     def build(
-        cls, patterns: list[str], tokenizer: "PreTrainedTokenizerBase", cache: Path, *, need: int, heldout: int,
+        cls, patterns: list[str], tokenizer: PreTrainedTokenizerBase, cache: Path, *, need: int, heldout: int,
         field: str = "text", progress: bool = True,
     ) -> "TokenCache":  # fmt: skip
         """Tokenise until there are `need` training and `heldout` held-out tokens, or the text ends."""
@@ -160,7 +153,7 @@ def _damaged(folder: Path, why: object) -> ValueError:
 
 
 def _fingerprint(
-    patterns: list[str], tokenizer: "PreTrainedTokenizerBase", need: int, heldout: int, field: str
+    patterns: list[str], tokenizer: PreTrainedTokenizerBase, need: int, heldout: int, field: str
 ) -> tuple[str, list[Source]]:
     """A name for the cache that changes whenever the tokens would, and what went into it."""
     sources: list[Source] = []
@@ -169,17 +162,14 @@ def _fingerprint(
             sources += [[str(path), *_stamp(path)] for path in find_files([pattern])]
         else:
             sources.append([pattern])
-    words = json.dumps([sorted(tokenizer.get_vocab().items()), separator_id(tokenizer), _rules(tokenizer)])
+    # How a fast tokenizer cuts text, beside its vocabulary: two with the same words may cut differently.
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    parts = {} if backend is None else json.loads(backend.to_str())
+    rules = {key: parts.get(key) for key in ("normalizer", "pre_tokenizer", "model")}
+    words = json.dumps([sorted(tokenizer.get_vocab().items()), separator_id(tokenizer), rules])
     order = [PIECE, SHARD, LANES, HELDOUT_EVERY]
     text = json.dumps([sources, hashlib.sha256(words.encode()).hexdigest(), need, heldout, field, order])
     return hashlib.sha256(text.encode()).hexdigest()[:16], sources
-
-
-def _rules(tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
-    """How a fast tokenizer cuts text, beside its vocabulary: two with the same words may cut differently."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    parts = {} if backend is None else json.loads(backend.to_str())
-    return {key: parts.get(key) for key in ("normalizer", "pre_tokenizer", "model")}
 
 
 def refuse_overlap(patterns: list[str], heldout: list[str]) -> None:
@@ -239,16 +229,8 @@ def _read(name: str, *stamp: int, field: str) -> Iterator[tuple[str, bool]]:
         raise ValueError(f"{name} has disappeared") from None
 
 
-def _refuse_changed(sources: list[Source], folder: Path) -> None:
-    """A file that changed while it was read has left tokens of neither the old nor the new text in the cache."""
-    changed = [name for name, *stamp in sources if stamp and _stamp(Path(name)) != stamp]
-    if changed:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise ValueError(f"{changed[0]} changed or disappeared while it was being read; start again when it is whole")
-
-
 def _encoded(
-    pieces: Iterator[tuple[str, bool]], tokenizer: "PreTrainedTokenizerBase"
+    pieces: Iterator[tuple[str, bool]], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[list[int], bool]]:
     """(token numbers, starts a new document) of each piece; many at a time, so that all cores have something to do."""
     while batch := list(itertools.islice(pieces, PIECES_AT_ONCE)):
@@ -263,15 +245,9 @@ def _is_heldout(document: int) -> bool:
 
 
 def _tokenise(
-    patterns: list[str],
-    tokenizer: "PreTrainedTokenizerBase",
-    folder: Path,
-    index: Index,
-    need: int,
-    heldout: int,
-    field: str,
-    progress: bool,
-) -> None:
+    patterns: list[str], tokenizer: PreTrainedTokenizerBase, folder: Path, index: Index, need: int, heldout: int,
+    field: str, progress: bool,
+) -> None:  # fmt: skip
     from tqdm import tqdm
 
     dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
@@ -309,19 +285,19 @@ def _tokenise(
                 flush()
     if index["tokens"]["train"] + index["tokens"]["heldout"] == 0:
         raise ValueError(f"no text found in {', '.join(patterns)}: every document is empty")
-    _refuse_changed(index["sources"], folder)
+    changed = [name for name, *stamp in index["sources"] if stamp and _stamp(Path(name)) != stamp]
+    if changed:  # the cache has tokens of neither the old nor the new text
+        shutil.rmtree(folder, ignore_errors=True)
+        raise ValueError(f"{changed[0]} changed or disappeared while it was being read; start again when it is whole")
     index["complete"] = True
     flush()
-
-
-# ---- cached tokens -> batches ----------------------------------------------------------------------------------------
 
 
 class TextBatches:
     """Packed sequences of `length` tokens from text: training and held-out (see `Batches`)."""
 
     def __init__(
-        self, patterns: list[str], tokenizer: "PreTrainedTokenizerBase", length: int, *, cache: Path, need: int,
+        self, patterns: list[str], tokenizer: PreTrainedTokenizerBase, length: int, *, cache: Path, need: int,
         heldout_patterns: list[str] | None = None, heldout_tokens: int = 1 << 18, field: str = "text", seed: int = 0,
         progress: bool = True,
     ):  # fmt: skip
@@ -363,18 +339,16 @@ class TextBatches:
         """(shard, first token) of every sequence: they follow one another."""
         return [(shard, first) for shard in shards for first in range(0, len(shard) - self.length + 1, self.length)]
 
-    def train(self, start: int, count: int) -> "dict[str, Tensor]":
+    def train(self, start: int, count: int) -> dict[str, Tensor]:
         n = len(self._train)
         for epoch in set(range(start // n, (start + count - 1) // n + 1)) - self._orders.keys():
             self._orders[epoch] = np.random.default_rng([self.seed, epoch]).permutation(n)
         return self._batch([self._train[self._orders[i // n][i % n]] for i in range(start, start + count)])
 
-    def heldout(self, start: int, count: int) -> "dict[str, Tensor]":
+    def heldout(self, start: int, count: int) -> dict[str, Tensor]:
         return self._batch([self._heldout[i % self.n_heldout] for i in range(start, start + count)])
 
-    def _batch(self, rows: list[tuple[Tokens, int]]) -> "dict[str, Tensor]":
-        import torch
-
+    def _batch(self, rows: list[tuple[Tokens, int]]) -> dict[str, Tensor]:
         # Models lean on their first token. Sequences start with the separator, also in mid-document; where the
         # tokenizer would put nothing there, as in most users' prompts, every second one starts with whatever comes.
         tokens = torch.from_numpy(np.stack([self._stretch(*row) for row in rows]))

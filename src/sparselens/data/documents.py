@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+import zstandard
+
 SEPARATOR_LINE = "<|endoftext|>"  # a line of its own separates the documents of a .txt file
 PIECE = 1 << 20  # characters; longer documents are tokenised in pieces, so that no document must fit in memory
 COMPRESSIONS = (".gz", ".xz", ".zst")
@@ -45,15 +47,9 @@ def _format(path: Path) -> str | None:
 
 
 def _open(path: Path) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")  # type: ignore[return-value]
-    if path.suffix == ".xz":
-        return lzma.open(path, "rb")
     if path.suffix == ".zst":
-        import zstandard
-
         return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(path.open("rb"), closefd=True))
-    return path.open("rb")
+    return {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)(path, "rb")  # type: ignore
 
 
 def read_documents(path: Path, field: str = "text") -> Iterator[tuple[str, bool]]:
@@ -71,28 +67,21 @@ def read_documents(path: Path, field: str = "text") -> Iterator[tuple[str, bool]
                 yield from _documents_of_parquet(file, field, path)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv") from error
-    except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
+    except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError, EOFError) as error:
         raise ValueError(f"{path} cannot be decompressed: {error}") from error
-    except Exception as error:
-        if type(error).__name__ == "ZstdError":
-            raise ValueError(f"{path} cannot be decompressed: {error}") from error
-        raise
 
 
 def _documents_of_lines(lines: io.TextIOWrapper) -> Iterator[tuple[str, bool]]:
     piece: list[str] = []
     size, fresh = 0, True
     while line := lines.readline(PIECE):  # bounded: a file without line breaks is a stream too
-        if line.strip() == SEPARATOR_LINE:
-            if piece:
-                yield "".join(piece), fresh
-            piece, size, fresh = [], 0, True
-            continue
-        piece.append(line)
-        size += len(line)
-        if size >= PIECE:
+        if not (ends := line.strip() == SEPARATOR_LINE):
+            piece.append(line)
+            size += len(line)
+        if piece and (ends or size >= PIECE):
             yield "".join(piece), fresh
             piece, size, fresh = [], 0, False
+        fresh = fresh or ends
     if piece:
         yield "".join(piece), fresh
 

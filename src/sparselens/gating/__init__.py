@@ -18,21 +18,10 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def gated_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | float,
-    scale: float | None = None,
-    causal: bool = True,
-    mask: Tensor | None = None,
-    sample: bool = False,
-    seed: int = 0,
-    normalise: str = "all",
-    backend: str = "auto",
-    *,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float, scale: float | None = None, causal: bool = True,
+    mask: Tensor | None = None, sample: bool = False, seed: int = 0, normalise: str = "all", backend: str = "auto", *,
+    window: int | None = None, softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention whose edges open and close: (out [batch, n_heads, queries, d_head], edges [batch, n_heads] fp32).
 
     q: [batch, n_heads, queries, d_head]; k, v: [batch, n_kv_heads, keys, d_head], n_heads a multiple of n_kv_heads.
@@ -51,8 +40,10 @@ def gated_attention(
             q, k, v = (x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v))
         reason = _unsupported(q, k, v, bias, scale, mask, sample, normalise, softcap, backend)
         if reason is None:
-            if not (
-                isinstance(bias, Tensor) and bias.dtype == torch.float32 and bias.ndim == 1 and bias.is_contiguous()
+            if (
+                not isinstance(bias, Tensor)
+                or (bias.dtype, bias.ndim) != (torch.float32, 1)
+                or not bias.is_contiguous()
             ):
                 bias = torch.as_tensor(bias, dtype=torch.float32, device=q.device).expand(q.shape[1]).contiguous()
             documents = None if mask is None else mask.to(torch.int32).contiguous()

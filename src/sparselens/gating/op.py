@@ -88,19 +88,14 @@ torch.library.impl("sparselens::gated_attention_backward", "CPU", _backward_fuse
 
 @torch.library.register_fake("sparselens::gated_attention")  # type: ignore[untyped-decorator]
 def _forward_fake(q: Tensor, *_: Any) -> Forward:
-    return (
-        torch.empty_like(q),
-        q.new_empty(q.shape[:2], dtype=torch.float32),
-        q.new_empty(q.shape[:3], dtype=torch.float32),
-    )
+    edges, lse = (q.new_empty(q.shape[:n], dtype=torch.float32) for n in (2, 3))
+    return torch.empty_like(q), edges, lse
 
 
 @torch.library.register_fake("sparselens::gated_attention_backward")  # type: ignore[untyped-decorator]
 def _backward_fake(dout: Tensor, dedges: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *_: Any) -> Backward:
-    if q.shape[1] == k.shape[1]:
-        dk, dv = torch.empty_like(k), torch.empty_like(v)
-    else:
-        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+    alike = q.shape[1] == k.shape[1]
+    dk, dv = (torch.empty_like(x) if alike else x.new_empty(x.shape) for x in (k, v))
     return torch.empty_like(q), dk, dv, torch.empty_like(bias)
 
 

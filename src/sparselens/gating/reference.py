@@ -63,14 +63,9 @@ class GatedPattern(NamedTuple):
 
 
 def allowed_pairs(
-    queries: int,
-    keys: int,
-    *,
-    causal: bool = True,
-    window: int | None = None,
-    mask: Tensor | None = None,
+    queries: int, keys: int, *, causal: bool = True, window: int | None = None, mask: Tensor | None = None,
     device: torch.device | str = "cpu",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Which (query, key) pairs exist: bool, broadcastable to [batch, n_heads, queries, keys].
 
     The last query stands on the last key, as in decoding with a cache. `mask` is one of
@@ -94,19 +89,10 @@ def allowed_pairs(
 
 
 def gated_pattern(
-    q: Tensor,
-    k: Tensor,
-    bias: Tensor | float,
-    *,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    softcap: float | None = None,
-    mask: Tensor | None = None,
-    sample: bool = False,
-    seed: int = 0,
-    normalise: str = "all",
-) -> tuple[GatedPattern, Tensor]:
+    q: Tensor, k: Tensor, bias: Tensor | float, *, scale: float | None = None, causal: bool = True,
+    window: int | None = None, softcap: float | None = None, mask: Tensor | None = None, sample: bool = False,
+    seed: int = 0, normalise: str = "all",
+) -> tuple[GatedPattern, Tensor]:  # fmt: skip
     """The gated attention pattern and the edge counts [batch, n_heads] (arguments as in `gated_attention`)."""
     batch, n_heads, queries, d_head = q.shape
     n_kv_heads, keys = k.shape[1:3]
@@ -135,15 +121,14 @@ def gated_pattern(
     # Value: the hard gate. Gradient: the surrogate's, also for closed edges.
     through = torch.where(allowed, gate.to(dtype) + (surrogate - surrogate.detach()), 0.0)
 
+    scores = logits.masked_fill(~allowed, -torch.inf)
     if normalise == "all":
-        scores = logits.masked_fill(~allowed, -torch.inf)
         top = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(dtype).min).detach()
         weight = torch.exp(scores - top)
         # A row without any pair (padding) divides 0 by 1 instead of 0 by 0.
         total = weight.sum(-1, keepdim=True)
         weights = through * (weight / torch.where(total > 0, total, 1.0))
     else:
-        scores = logits.masked_fill(~allowed, -torch.inf)
         top = scores.masked_fill(~gate, -torch.inf).amax(-1, keepdim=True)
         top = torch.where(top.isfinite(), top, scores.amax(-1, keepdim=True)).clamp(min=torch.finfo(dtype).min)
         # Closed keys can outweigh every open one: they carry gradient only, and a bounded weight keeps it finite.
@@ -168,9 +153,6 @@ def gated_attention_reference(
     with torch.autocast(q.device.type, enabled=False):
         out = (weights @ v.to(weights.dtype)).view(batch, n_heads, queries, d_value)
     return out.to(v.dtype), edges
-
-
-# ---- noise ----
 
 
 def _signed(word: int) -> int:

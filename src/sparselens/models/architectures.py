@@ -122,13 +122,11 @@ def dimensions(config: Any) -> Dimensions:
         if getattr(config, name) < 1:
             raise ValueError(f"the model's config says {name}={getattr(config, name)}: expected at least 1")
     return Dimensions(
-        n_layers=config.num_hidden_layers,
-        n_heads=n_heads,
-        n_kv_heads=getattr(config, "num_key_value_heads", None) or n_heads,
-        d_model=config.hidden_size,
+        n_layers=config.num_hidden_layers, n_heads=n_heads,
+        n_kv_heads=getattr(config, "num_key_value_heads", None) or n_heads, d_model=config.hidden_size,
         d_head=getattr(config, "head_dim", None) or config.hidden_size // n_heads,
         max_tokens=config.max_position_embeddings,
-    )
+    )  # fmt: skip
 
 
 def mlp_width(config: Any) -> int:
@@ -203,22 +201,16 @@ def parts(model: nn.Module, layer: int) -> Parts:
 
     out, out_bias = linear(getattr(attention, names.output))
     return Parts(
-        weights=_projections(attention, names, d),
-        output=(out.view(d.n_heads, d.d_head, -1), out_bias),
-        attention_norm=module(block, names.attention_norm),
-        attention_post=module(block, names.attention_post),
-        mlp_norm=module(block, names.mlp_norm),
-        mlp=getattr(block, names.mlp),
-        mlp_post=module(block, names.mlp_post),
-        query_norm=module(attention, names.query_norm),
-        key_norm=module(attention, names.key_norm),
+        weights=_projections(attention, names, d), output=(out.view(d.n_heads, d.d_head, -1), out_bias),
+        attention_norm=module(block, names.attention_norm), attention_post=module(block, names.attention_post),
+        mlp_norm=module(block, names.mlp_norm), mlp=getattr(block, names.mlp), mlp_post=module(block, names.mlp_post),
+        query_norm=module(attention, names.query_norm), key_norm=module(attention, names.key_norm),
         # The family's own rotation: NeoX turns part of a head, the others all of it.
         rotate=getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None),
-        clip=getattr(config, "clip_qkv", None),
-        scale=getattr(attention, "scaling", d.d_head**-0.5),
+        clip=getattr(config, "clip_qkv", None), scale=getattr(attention, "scaling", d.d_head**-0.5),
         window=getattr(config, names.window) if names.window else getattr(attention, "sliding_window", None),
         softcap=getattr(config, names.softcap) if names.softcap else None,
-    )
+    )  # fmt: skip
 
 
 def _projections(attention: Any, names: Architecture, d: Dimensions) -> dict[str, tuple[Tensor, Tensor | None]]:
@@ -265,18 +257,15 @@ def unembedding(model: nn.Module) -> Unembedding:
     """The last norm and what turns its output into logits."""
     base = base_model(model)
     norm = base.get_submodule(architecture(base.config).final_norm)
-    return Unembedding(norm, *linear(base.get_output_embeddings()), _final_softcap(base.config))
+    softcap = getattr(base.config, "final_logit_softcapping", None)
+    return Unembedding(norm, *linear(base.get_output_embeddings()), softcap)
 
 
 def unembed(model: nn.Module, hidden: Tensor) -> Tensor:
     """Logits [..., vocabulary] from the last residual stream [..., d_model]."""
     base = base_model(model)
     normed = base.get_submodule(architecture(base.config).final_norm)(hidden)
-    return softcapped(base.get_output_embeddings()(normed), _final_softcap(base.config))
-
-
-def _final_softcap(config: Any) -> float | None:
-    return getattr(config, "final_logit_softcapping", None)
+    return softcapped(base.get_output_embeddings()(normed), getattr(base.config, "final_logit_softcapping", None))
 
 
 def softcapped(logits: Tensor, softcap: float | None) -> Tensor:

@@ -30,20 +30,10 @@ LEAST_FACTOR = 1e-3  # where nothing is left the norm's own epsilon, usually 1e-
 # The seed changes with every step and layer: a compiled block calls this as it is.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def gated_attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    gate_sample: bool = False,
-    gate_seed: int | tuple[int, int] = 0,
-    gate_output: str = "edges",
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None,
+    gate_sample: bool = False, gate_seed: int | tuple[int, int] = 0, gate_output: str = "edges", **_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(value mixes [batch, queries, n_heads, d_head], what `gate_output` asks for), as transformers wants them."""
     bias = getattr(module, "gate_bias", None)
     if bias is None:
@@ -57,21 +47,17 @@ def gated_attention_forward(
     complete = attention_mask is not None and attention_mask.ndim == 4
     if complete and attention_mask.dtype != torch.bool:  # type: ignore[union-attr]
         attention_mask = attention_mask > torch.finfo(attention_mask.dtype).min / 2  # type: ignore
+    window = None if complete else sliding_window  # a 4-dimensional mask already says everything
     options = PatternOptions(
-        scale=scaling,
-        causal=not complete,  # a 4-dimensional mask already says everything
-        window=None if complete else sliding_window,
-        softcap=softcap,
-        mask=attention_mask,
-        sample=gate_sample,
+        scale=scaling, causal=not complete, window=window, softcap=softcap, mask=attention_mask, sample=gate_sample,
         seed=later_seed(layer_seed(seed, module.layer_idx), first, query.shape[1]),  # type: ignore[arg-type]
         normalise=module.config.sparselens["normalise"],  # type: ignore[union-attr,index,typeddict-item]
-    )
+    )  # fmt: skip
     out, edges = gated_attention(query, key, value, bias, **options)
     if module.training and architecture(module.config).attention_post:
         out = bounded(out, value)
     if gate_output == "edges":
-        pairs = pairs_once(attention_mask, query.shape[2], key.shape[2], options["window"], query.device, edges.dtype)
+        pairs = pairs_once(attention_mask, query.shape[2], key.shape[2], window, query.device, edges.dtype)
         attentions = torch.stack([edges, pairs.expand_as(edges)], dim=-1)
     elif gate_output in ("pattern", "margin"):
         pattern, _edges = gated_pattern(query, key, bias, **options)
@@ -97,17 +83,10 @@ def bounded(out: Tensor, value: Tensor) -> Tensor:
 
 
 def document_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    use_vmap: bool = False,
-    device: torch.device | str = "cpu",
-    **kwargs: Any,
-) -> Tensor | None:
+    batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function, attention_mask: Tensor | None = None,
+    use_vmap: bool = False, device: torch.device | str = "cpu", **kwargs: Any,
+) -> Tensor | None:  # fmt: skip
     """The mask in linear memory: the document number of every key, [batch, keys], 0 for padding; None if all are one.
 
     Two neighbouring tokens that may not see each other belong to different documents, so asking transformers' own

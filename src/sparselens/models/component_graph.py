@@ -106,10 +106,8 @@ class Components:
     def _reader_index(self) -> dict[str, int]:
         return {name: i for i, name in enumerate(self.readers)}
 
-    # ---- choosing and pruning: masks are [readers, writers] bool -----------------------------------------------------
-
     def prune(self, mask: np.ndarray) -> np.ndarray:
-        """Drop dead ends: every edge left lies on a path from the input to the logits."""
+        """Drop dead ends of a mask [readers, writers]: every edge left lies on a path from the input to the logits."""
         mask = mask & self.possible
         node = self.node_of_reader
         fed = np.zeros(self.n_writers, bool)  # something from the input arrives

@@ -12,6 +12,7 @@ what the block writes, in the clean run, in the corrupted run and in every circu
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,14 +32,11 @@ from .architectures import (
     unembed,
 )
 from .component_graph import Components
+from .hooks import Enough, hooked
 from .loading import gate_biases, is_gated
 
 Step = Callable[[int, Tensor], Tensor]  # (layer, what a part reads) -> what it makes of it
 Mix = Callable[[int, Tensor, Tensor], Tensor]  # (layer, weights [..., queries, keys], values) -> the heads' value mixes
-
-
-class _Enough(Exception):
-    """Everything asked for has been seen; the rest of the forward pass is not needed."""
 
 
 class BlockValues(NamedTuple):
@@ -93,36 +91,29 @@ class Decoder:
     def begin_with_logits(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The same, and the model's own logits after the last token, [batch, 1, vocabulary]."""
         embedding, logits = self._begin(ids, logits=True)
-        assert logits is not None
         return embedding, logits
 
     @torch.no_grad()
-    def _begin(self, ids: Tensor, logits: bool) -> tuple[Tensor, Tensor | None]:
+    def _begin(self, ids: Tensor, logits: bool) -> list[Tensor]:
         found: list[Tensor] = []
         attentions = attention_modules(self.model)
 
         def embedding(module: nn.Module, arguments: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> None:
             found.append(arguments[0] if arguments else keywords["hidden_states"])
 
-        def rotation(layer: int) -> Callable[..., None]:
-            def keep(module: nn.Module, arguments: tuple[Tensor, ...], keywords: dict[str, Any]) -> None:
-                turned = keywords.get("position_embeddings")
-                self._rotations[layer] = None if turned is None else (turned[0][:1], turned[1][:1])
-                if layer + 1 == self.dims.n_layers and not logits:
-                    raise _Enough
-
-            return keep
+        def rotation(layer: int, module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+            turned = keywords.get("position_embeddings")
+            self._rotations[layer] = None if turned is None else (turned[0][:1], turned[1][:1])
+            if layer + 1 == self.dims.n_layers and not logits:
+                raise Enough
 
         handles = [blocks(self.model)[0].register_forward_pre_hook(embedding, with_kwargs=True)]
-        handles += [m.register_forward_pre_hook(rotation(i), with_kwargs=True) for i, m in enumerate(attentions)]
-        try:
-            own = self.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
-        except _Enough:
-            own = None
-        finally:
-            for handle in handles:
-                handle.remove()
-        return found[0], own
+        handles += [
+            m.register_forward_pre_hook(partial(rotation, i), with_kwargs=True) for i, m in enumerate(attentions)
+        ]
+        with hooked(handles):
+            found.append(self.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits)
+        return found
 
     def rotate(self, layer: int, q: Tensor, k: Tensor, at: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rotary embedding of q and k; `at` [tokens]: their positions, where they are not 0, 1, 2 and so on."""

@@ -10,13 +10,31 @@ A head's value mix z is the attention-weighted sum of its values; what it writes
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from .architectures import Site, base_model, dimensions, mlp_modules, output_projections
 
 Value = Tensor | float | Callable[[Tensor], Tensor]
+
+
+class Enough(Exception):
+    """Everything asked for has been seen; the rest of the forward pass is not needed."""
+
+
+@contextmanager
+def hooked(handles: list[RemovableHandle]) -> Iterator[None]:
+    """Hooks that are there inside the block, and gone when it ends or `Enough` ends it."""
+    try:
+        yield
+    except Enough:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def check_site(model: nn.Module, site: "str | Site") -> Site:
@@ -35,14 +53,11 @@ def capture(model: nn.Module, sites: Iterable[str | Site]) -> Iterator[dict[str,
     """
     seen: dict[str, Tensor] = {}
 
-    def keep(site: str) -> Callable[[Tensor], Tensor]:
-        def look(value: Tensor) -> Tensor:
-            seen[site] = value  # what is kept is what is passed on, or no gradient would ever reach it
-            return value
+    def keep(site: str, value: Tensor) -> Tensor:
+        seen[site] = value  # what is kept is what is passed on, or no gradient would ever reach it
+        return value
 
-        return look
-
-    with patch(model, {site: keep(site) for site in map(str, map(Site.parse, sites))}):
+    with patch(model, {site: partial(keep, site) for site in map(str, map(Site.parse, sites))}):
         yield seen
 
 
@@ -74,15 +89,11 @@ def patch(model: nn.Module, values: Mapping[str, Value] | Mapping[Site, Value]) 
     def mlp(value: Value) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
         return lambda module, arguments, output: apply(value, output).expand_as(output)
 
-    handles = []
-    try:
-        for name, value in values.items():
-            site = check_site(model, name)
-            if site.kind == "a":
-                handles.append(mixes[site.layer].register_forward_pre_hook(heads(site, value)))
-            else:
-                handles.append(mlps[site.layer].register_forward_hook(mlp(value)))
+    def put(site: Site, value: Value) -> RemovableHandle:
+        if site.kind == "a":
+            return mixes[site.layer].register_forward_pre_hook(heads(site, value))
+        return mlps[site.layer].register_forward_hook(mlp(value))
+
+    checked = [(check_site(model, name), value) for name, value in values.items()]
+    with hooked([put(site, value) for site, value in checked]):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -6,12 +6,17 @@ gated when (1) its config says `attn_implementation: sparselens` and (2) every a
 sparselens stops with "attn_implementation=sparselens is not supported"; the second beside the other weights.
 """
 
+import json
 import mmap
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -137,31 +142,23 @@ def _load_folder(source: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTo
             outside = [name for name in read_json(index)["weight_map"].values() if Path(name).name != name]
         if outside:
             raise ValueError(f"{index} names a file outside its folder: {outside[0]}")
-    try:
-        with _quiet():
-            config = AutoConfig.from_pretrained(source, **SAFE)
-            tokenizer = AutoTokenizer.from_pretrained(source, **SAFE)
-            tokenizer("a")  # damaged settings show when it is first used
-    except Exception as error:  # a damaged config or tokenizer shows as any kind of error
-        raise ValueError(
-            f"no model found at {source!r}: expected a Hugging Face name, a model folder, a Run or a .gguf file "
-            f"({_first_line(error)})"
-        ) from error
+    expected = "expected a Hugging Face name, a model folder, a Run or a .gguf file"
+    with refusing(f"no model found at {source!r}: {expected} (", ")"), _quiet():
+        config = AutoConfig.from_pretrained(source, **SAFE)
+        tokenizer = AutoTokenizer.from_pretrained(source, **SAFE)
+        tokenizer("a")  # damaged settings show when it is first used
     settings = getattr(config, "sparselens", None)
     if settings is not None and (not isinstance(settings, dict) or settings.get("normalise") not in ("all", "open")):
         raise ValueError(f"the settings of the gates in {source!r} are damaged: {settings!r}")
     # The dense weights are loaded first, knowingly; the gates follow, and a missing one is an error.
     options = {"attn_implementation": "eager"} if settings else {}  # the one every family has
-    try:
-        with _quiet():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source, dtype=getattr(torch, dtype), use_safetensors=True, output_loading_info=True, **SAFE, **options
-            )
-            model, report = loaded
-    except Exception as error:  # safetensors, OSError and shape errors: all mean the same to the caller
-        pickled = any(Path(source).glob("*.bin")) and not any(Path(source).glob("*.safetensors"))
-        hint = "; pickled weights (.bin) are never read, convert them to safetensors" if pickled else ""
-        raise ValueError(f"the weights at {source!r} cannot be read: {_first_line(error)}{hint}") from error
+    pickled = any(Path(source).glob("*.bin")) and not any(Path(source).glob("*.safetensors"))
+    hint = "; pickled weights (.bin) are never read, convert them to safetensors" if pickled else ""
+    with refusing(f"the weights at {source!r} cannot be read: ", hint), _quiet():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, dtype=getattr(torch, dtype), use_safetensors=True, output_loading_info=True, **SAFE, **options
+        )
+    model, report = loaded
     _refuse_incomplete(model, report, source)
     if settings:
         del model.config.sparselens
@@ -170,8 +167,14 @@ def _load_folder(source: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTo
     return model, tokenizer
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+@contextmanager
+def refusing(before: str, after: str = "") -> Iterator[None]:
+    """Any error as one sentence with its first line in it: what is damaged shows as any kind of error."""
+    try:
+        yield
+    except Exception as error:
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{before}{line}{after}") from error
 
 
 def _refuse_incomplete(model: PreTrainedModel, report: dict[str, Any], source: str) -> None:
@@ -189,8 +192,6 @@ def _refuse_incomplete(model: PreTrainedModel, report: dict[str, Any], source: s
 
 def _read_gates(source: str) -> dict[str, Tensor]:
     """Every `gate_bias` tensor in the safetensors files of a folder or hub repository."""
-    from safetensors import safe_open
-
     index = cached_file(source, INDEX, _raise_exceptions_for_missing_entries=False)
     names = ["model.safetensors"]
     if index:
@@ -226,12 +227,9 @@ def _load_gguf(path: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedToken
     except ImportError:
         raise ValueError("reading .gguf files needs the gguf package: pip install 'sparselens[gguf]'") from None
     folder, name = str(path.parent), path.name
-    try:
-        with _quiet():
-            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, **SAFE)
-            loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=getattr(torch, dtype), **SAFE)
-    except Exception as error:
-        raise ValueError(f"{path} is not a readable GGUF file: {_first_line(error)}") from error
+    with refusing(f"{path} is not a readable GGUF file: "), _quiet():
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, **SAFE)
+        loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=getattr(torch, dtype), **SAFE)
     whole, words = whole_words(tokenizer)
     if whole < words / 2:
         raise ValueError(
@@ -264,12 +262,9 @@ def whole_words(tokenizer: PreTrainedTokenizerBase, most: int = 200) -> tuple[in
 
 def _load_adapter(path: Path, dtype: str) -> tuple[Any, PreTrainedTokenizerBase]:
     from peft import PeftConfig, PeftModel
-    from safetensors.torch import load_file
 
-    try:
+    with refusing(f"{path / 'adapter_config.json'} is damaged: "):
         config = PeftConfig.from_pretrained(str(path))
-    except Exception as error:
-        raise ValueError(f"{path / 'adapter_config.json'} is damaged: {_first_line(error)}") from error
     name = config.base_model_name_or_path
     if not isinstance(name, str) or not name.startswith(ADAPTER_PREFIX):
         raise ValueError(
@@ -284,11 +279,9 @@ def _load_adapter(path: Path, dtype: str) -> tuple[Any, PreTrainedTokenizerBase]
         if settings is not None:  # as it is for the adapter of a dense control, which was saved without gates
             add_gates(base, Gate(normalise=settings["normalise"]))
     config.base_model_name_or_path = name.removeprefix(ADAPTER_PREFIX)
-    try:
+    with refusing(f"the adapter in {path} cannot be read: "):
         gates = load_file(path / "gates.safetensors")
         model = PeftModel.from_pretrained(base, str(path), config=config)
-    except Exception as error:  # safetensors' own error, or shapes that do not fit the base
-        raise ValueError(f"the adapter in {path} cannot be read: {_first_line(error)}") from error
     _restore_gates(base, gates)
     return model, tokenizer
 
@@ -312,10 +305,6 @@ def save(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: st
 
 def _save_adapter(model: Any, folder: Path) -> None:
     """Adapter weights, gates, and the name of the base: small, but it needs the base to be found again."""
-    import json
-
-    from safetensors.torch import save_file
-
     base = model.get_base_model()
     name = base.config._name_or_path
     if not name:
@@ -336,19 +325,17 @@ def _save_adapter(model: Any, folder: Path) -> None:
     (folder / "gates.json").write_text(json.dumps(getattr(base.config, "sparselens", None)))
 
 
-class _quiet:
+@contextmanager
+def _quiet() -> Iterator[None]:
     """Silence transformers' own bars and its report of unexpected weights (the gates, which are read afterwards)."""
-
-    def __enter__(self) -> None:
-        self.level = transformers_logging.get_verbosity()
-        transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        self.caught = warnings.catch_warnings()
-        self.caught.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.caught.__exit__(*error)
-        transformers_logging.set_verbosity(self.level)
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        transformers_logging.set_verbosity(level)
         transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 

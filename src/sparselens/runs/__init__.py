@@ -1,4 +1,1 @@
-"""What a run leaves behind: its directory, whole files, checkpoints, locks, and several processes that act as one.
-
-Imports nothing else of the package.
-"""
+"""What a run leaves behind: folder, whole files, checkpoints, locks; processes that act as one. Imports none."""

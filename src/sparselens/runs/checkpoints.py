@@ -15,23 +15,21 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from . import distributed
 from .run import fresh_name, read_json, whole_folder, write_json
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
 
 def save_checkpoint(
-    folder: Path,
-    step: int,
-    tensors: "Mapping[str, Tensor]",
-    state: dict[str, Any],
-    keep: int = 2,
+    folder: Path, step: int, tensors: Mapping[str, Tensor], state: dict[str, Any], keep: int = 2,
     also: Sequence[int] = (),
-) -> Path:
+) -> Path:  # fmt: skip
     """Publish `folder/step-N` atomically and drop all but the newest ones, and the steps in `also`.
 
     tensors: `distributed.own_part` of them. A full disk costs only the new one. The main process writes
@@ -63,11 +61,8 @@ def save_checkpoint(
     return final
 
 
-def _write_part(folder: Path, tensors: "Mapping[str, Tensor]") -> str:
+def _write_part(folder: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write what is this process' to write; returns the checksum, or nothing where nothing is."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     if not tensors and not distributed.is_main():
         return ""
     path = folder / _part(distributed.rank())
@@ -107,21 +102,17 @@ def checkpoint_states(folder: Path) -> list[dict[str, Any]]:
     return states
 
 
-class Saved(Mapping[str, "Tensor"]):
+class Saved(Mapping[str, Tensor]):
     """The tensors of a checkpoint, read when asked for; what several processes wrote in parts is whole again."""
 
     def __init__(self, path: Path, sums: dict[str, str]):
-        from safetensors import safe_open
-
         self._files: dict[str, list[Any]] = {}  # name of a tensor -> the files that have rows of it, first to last
         for part in range(len(sums) - 1):
             file = safe_open(path / _part(part), framework="pt")
             for name in file.keys():  # noqa: SIM118 (not a dict)
                 self._files.setdefault(name, []).append(file)
 
-    def __getitem__(self, name: str) -> "Tensor":
-        import torch
-
+    def __getitem__(self, name: str) -> Tensor:
         rows = [file.get_tensor(name) for file in self._files[name]]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
@@ -132,21 +123,16 @@ class Saved(Mapping[str, "Tensor"]):
         return len(self._files)
 
 
-def load_checkpoint(folder: Path, step: int | None = None) -> "tuple[Saved, dict[str, Any], list[str]] | None":
+def load_checkpoint(folder: Path, step: int | None = None) -> tuple[Saved, dict[str, Any], list[str]] | None:
     """(tensors, state, complaints) of the newest checkpoint that is whole, or None if there was never one.
 
     step: try this one first. A damaged checkpoint is passed over with a complaint; when all are damaged, ValueError.
     Of several processes the main one decides. How many there were when it was written does not matter.
     """
     complaints: list[str] = []
-    chosen = -1
-
-    def choose() -> None:
-        nonlocal chosen
-        chosen = _newest_whole(folder, step, complaints)
-
-    distributed.on_main(choose)
-    chosen = distributed.from_main(chosen)
+    found: list[int] = []
+    distributed.on_main(lambda: found.append(_newest_whole(folder, step, complaints)))
+    chosen = distributed.from_main(found[0] if found else -1)
     if chosen < 0:
         return None
     path = checkpoints(folder)[chosen]
@@ -155,8 +141,6 @@ def load_checkpoint(folder: Path, step: int | None = None) -> "tuple[Saved, dict
 
 def _newest_whole(folder: Path, step: int | None, complaints: list[str]) -> int:
     """Which of the `checkpoints`; -1 where there are none."""
-    from safetensors import SafetensorError
-
     found = checkpoints(folder)
     for path in sorted(found, key=lambda path: step is None or path.name != _name(step)):
         try:
@@ -181,10 +165,8 @@ def _checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fill(parameters: "Mapping[str, Tensor]", tensors: "Mapping[str, Tensor]", prefix: str = "") -> None:
+def fill(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor], prefix: str = "") -> None:
     """Put saved tensors back into the parameters of the same names."""
-    import torch
-
     another = "the checkpoint belongs to another model; choose another --out"
     if parameters.keys() != {name.removeprefix(prefix) for name in tensors if name.startswith(prefix)}:
         raise ValueError(another)
@@ -196,7 +178,7 @@ def fill(parameters: "Mapping[str, Tensor]", tensors: "Mapping[str, Tensor]", pr
             p.copy_(distributed.split_like(saved, p))
 
 
-def fill_optimizer(optimizer: Any, parameters: "Mapping[str, nn.Parameter]", tensors: "Mapping[str, Tensor]") -> None:
+def fill_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
     """Put the saved moments and step counts back."""
     for name, p in parameters.items():
         prefix = f"adam.{name}."

@@ -86,8 +86,7 @@ def _control_group() -> "ProcessGroup":
         torch.cuda.set_device(local)
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=STEP_TIMEOUT)
-    group: ProcessGroup = dist.new_group(backend="gloo", timeout=PATIENCE)
-    return group
+    return dist.new_group(backend="gloo", timeout=PATIENCE)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def stop() -> None:
@@ -102,9 +101,6 @@ def stop() -> None:
             # shut down would abort the process.
             _mesh.cache_clear()
             _control_group.cache_clear()
-
-
-# ---- what all of us say ----------------------------------------------------------------------------------------------
 
 
 def total(value: "Tensor") -> "Tensor":
@@ -150,9 +146,6 @@ def _gather(numbers: list[int]) -> list[list[int]]:
     return [row.tolist() for row in rows]
 
 
-# ---- who does it -----------------------------------------------------------------------------------------------------
-
-
 def together(action: Callable[[], T]) -> T:
     """Do it in every process. When it fails in one, none goes on: an error there, OSError in the others."""
     if world() == 1:
@@ -194,9 +187,6 @@ def quiet(say: Callable[[str], None]) -> Callable[[str], None]:
     return say if is_main() else lambda text: None
 
 
-# ---- which part is mine ----------------------------------------------------------------------------------------------
-
-
 def micro_batch(batch: int, micro: int | None, length: int = 1, gpu: bool | None = None) -> int:
     """Sequences of `length` tokens per forward pass of one process; ValueError where the batch cannot be shared evenly.
 
@@ -227,9 +217,6 @@ def rounds(count: int, at_once: int) -> Iterator[tuple[int, int]]:
 def mine(items: list[T]) -> list[T]:
     """Every `world()`-th of them."""
     return items[rank() :: world()]
-
-
-# ---- models ----------------------------------------------------------------------------------------------------------
 
 
 def place(model: "nn.Module", device: Any, blocks: "Iterable[nn.Module]" = ()) -> "nn.Module":
@@ -324,9 +311,6 @@ def gather_checksums(digest: str) -> dict[int, str]:
         return {0: digest} if digest else {}
     rows = _gather([*bytes.fromhex(digest or "00" * 32), int(bool(digest))])
     return {number: bytes(row[:-1]).hex() for number, row in enumerate(rows) if row[-1]}
-
-
-# ---- stopping -------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -3,31 +3,27 @@
 from typing import Literal, NotRequired, TypedDict
 
 
-class EvaluationRow(TypedDict):
-    """evaluation.json, `evaluate --json`: one model on held-out sequences. A dense model has density 1."""
-
-    name: str
-    kind: str  # base, control, sparse
-    loss: float
-    sequences: int
-    loss_standard_error: float | None
-    kl_to_base: float | None
-    top1_agreement: float | None
-    agreement_standard_error: float | None
-    exact: float  # share of sequences without a fault
-    density: float
-    density_per_layer: list[float] | None
-    density_per_head: list[list[float]] | None
-    edges_per_query: float | None  # keys one head reads from one position, on average
-
-
 class SummaryRow(TypedDict):
     """Of an `EvaluationRow`, what the summary repeats."""
 
     loss: float
     kl_to_base: float | None
     density: float
-    edges_per_query: float | None
+    edges_per_query: float | None  # keys one head reads from one position, on average
+
+
+class EvaluationRow(SummaryRow):
+    """evaluation.json, `evaluate --json`: one model on held-out sequences. A dense model has density 1."""
+
+    name: str
+    kind: str  # base, control, sparse
+    sequences: int
+    loss_standard_error: float | None
+    top1_agreement: float | None
+    agreement_standard_error: float | None
+    exact: float  # share of sequences without a fault
+    density_per_layer: list[float] | None
+    density_per_head: list[list[float]] | None
 
 
 class Cost(TypedDict):
@@ -55,10 +51,10 @@ class FitRow(TypedDict):
 
     fvu: float
     fvu_per_layer: list[float]
-    fvu_per_layer_after_first: list[float]
-    l0: float
+    fvu_per_layer_after_first: list[float]  # without each sequence's first token, whose outputs may dwarf all others
+    l0: float  # active features per token
     l0_per_layer: list[float]
-    used_share: float
+    used_share: float  # of features that were active at least once
 
 
 class ReplacementRow(TypedDict):
@@ -92,22 +88,11 @@ class TranscoderRow(Measured):
 MetricsLine = TypedDict(
     "MetricsLine",
     {
-        "step": int,
-        "loss": float,
-        "grad_norm": float,
-        "tokens_per_second": int,
-        "density": float,
-        "lambda": float,
-        "heldout_loss": float,
-        "heldout_cross_entropy": float,
-        "heldout_density": float | None,
-        "heldout_density_per_layer": list[float],
-        "fvu": float,
-        "fvu_per_layer": list[float],
-        "l0": float,
-        "l0_per_layer": list[float],
-        "dead_share": float,
-        "sparsity": float,
+        "step": int, "loss": float, "grad_norm": float, "tokens_per_second": int,
+        "density": float, "lambda": float, "heldout_loss": float, "heldout_cross_entropy": float,
+        "heldout_density": float | None, "heldout_density_per_layer": list[float],
+        "fvu": float, "fvu_per_layer": list[float], "l0": float, "l0_per_layer": list[float],
+        "dead_share": float, "sparsity": float,
     },
     total=False,
-)
+)  # fmt: skip

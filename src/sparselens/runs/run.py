@@ -30,9 +30,6 @@ DEVICES = Path("/dev")
 LATER = {"optimizer": "adamw"}  # settings that runs recorded before they existed were made with
 
 
-# ---- files and folders that are whole or not there -------------------------------------------------------------------
-
-
 def write_json(path: Path, value: Any) -> None:
     """Write JSON so that a reader never sees half of it, not even after a power cut."""
     text = json.dumps(value, indent=1, ensure_ascii=False, default=str) + "\n"
@@ -130,10 +127,12 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     """A folder to write into that gets its name when all is in it; on a full disk nothing is left of it."""
     from safetensors import SafetensorError  # which is what a full disk is called there
 
-    fresh = fresh_folder(folder)
+    fresh = fresh_name(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(fresh, ignore_errors=True)
     try:
         yield fresh
-        put_in_place(fresh, folder)
+        _put_in_place(fresh, folder)
     except BaseException as error:
         shutil.rmtree(fresh, ignore_errors=True)
         if isinstance(error, OSError | SafetensorError):
@@ -141,32 +140,24 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
-def fresh_folder(folder: Path) -> Path:
-    """Where to write a folder that shall appear whole or not at all; `put_in_place` then gives it its name."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(fresh_name(folder), ignore_errors=True)
-    return fresh_name(folder)
-
-
 def fresh_name(folder: Path) -> Path:
     """What a folder is called while it is being written."""
     return folder.with_name(f".{folder.name}.tmp")
 
 
-def put_in_place(fresh: Path, folder: Path) -> None:
+def _put_in_place(fresh: Path, folder: Path) -> None:
     """Give a finished folder its name, its files on the disk; one that has the name already makes way."""
     for path in fresh.rglob("*"):
         if path.is_file():
             with path.open("r+b") as file:
                 os.fsync(file.fileno())
-    if not folder.exists():
-        fresh.rename(folder)
-        return
     old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    folder.rename(old)
+    if there := folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
     fresh.rename(folder)
-    shutil.rmtree(old)
+    if there:
+        shutil.rmtree(old)
 
 
 def sweep(folder: Path) -> None:
@@ -176,9 +167,6 @@ def sweep(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-# ---- the Run ---------------------------------------------------------------------------------------------------------
 
 
 def take_lock(path: Path, wait: bool = False) -> FileLock | None:
@@ -202,13 +190,10 @@ def provenance() -> dict[str, Any]:
     """Versions, command and machine, so that a number can be made again."""
     versions = {}
     for package in ("sparselens", "torch", "transformers", "triton", "peft", "numpy"):
-        try:
+        with suppress(PackageNotFoundError):
             versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    commit = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     return {"versions": versions, "python": platform.python_version(), "commit": commit or None, "command": command}
 
@@ -241,9 +226,8 @@ class Run:
 
         Of several processes, the main one does that; the others only read.
         """
-        path = Path(path)
         return distributed.main_first(
-            lambda: cls._create(path, kind, config, resume) if distributed.is_main() else cls(path)
+            lambda: cls._create(Path(path), kind, config, resume) if distributed.is_main() else cls(path)
         )
 
     @classmethod
@@ -346,10 +330,8 @@ class Metrics:
         """Every whole line; a last line cut off by a crash is not one."""
         lines = []
         for line in (folder / "metrics.jsonl").read_bytes().splitlines():
-            try:
+            with suppress(ValueError, RecursionError):
                 values = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(values, dict) and isinstance(values.get("step"), int):
-                lines.append(values)
+                if isinstance(values, dict) and isinstance(values.get("step"), int):
+                    lines.append(values)
         return lines

@@ -1,4 +1,1 @@
-"""Sparse models: the procedure, the loop under it, the controllers that close gates, what is measured on the way.
-
-Imports config, models, data and what they import.
-"""
+"""Sparse models: procedure, loop, controllers that close gates, measures. Imports config, models, data and theirs."""

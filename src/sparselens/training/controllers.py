@@ -31,7 +31,7 @@ What makes the plain rule fail in practice, and the line here against it (docs/s
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -102,9 +102,6 @@ class Budget:
         """Weight of the loss where the density has weight one."""
         return math.exp(-self.log_pressure)
 
-    def state(self) -> dict[str, float | None]:
-        return asdict(self)
-
 
 @dataclass
 class Constraint:
@@ -163,6 +160,3 @@ class Constraint:
     @property
     def loss_weight(self) -> float:
         return math.exp(self.log_lambda)
-
-    def state(self) -> dict[str, float | None]:
-        return asdict(self)

@@ -93,9 +93,6 @@ def start_within_reach(model: nn.Module, input_ids: torch.Tensor) -> int:
     return lowered
 
 
-# ---- without its weights ---------------------------------------------------------------------------------------------
-
-
 def shallow(config: PretrainedConfig, layers: int) -> nn.Module:
     """The model with so many layers, and weights as they come: on the meta device none."""
     config = copy.deepcopy(config)

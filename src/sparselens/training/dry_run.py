@@ -8,13 +8,11 @@ has to know what autograd keeps. Every layer adds the same, so that two depths t
 Timing: real steps with random weights, at two depths as well.
 """
 
-import dataclasses
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +34,7 @@ TIMED_DEPTHS = (2, 6)  # layers; a model with no more than the second is timed w
 TIMED_SECONDS = 1.0  # a timed step takes as many sequences as fit into this
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """What one forward and backward pass takes."""
 
     parameters: float  # numbers in the model
@@ -49,15 +46,6 @@ class Step:
     moved: float  # bytes read and written by all operations
     operations: float
 
-    def __add__(self, other: "Step") -> "Step":
-        return Step(*(a + b for a, b in zip(self._values(), other._values(), strict=True)))
-
-    def times(self, factor: float) -> "Step":
-        return Step(*(factor * a for a in self._values()))
-
-    def _values(self) -> tuple[float, ...]:
-        return dataclasses.astuple(self)
-
 
 def count_step(
     config: PretrainedConfig, settings: Sparsify, length: int, sequences: int, gpu: bool, cache: bool
@@ -67,12 +55,12 @@ def count_step(
     cache: autocast holds on to the bf16 form of every weight while the forward pass lasts.
     """
     one, two = (_count(config, settings, length, sequences, gpu, cache, layers) for layers in (1, 2))
-    layer = two + one.times(-1)
     rest = dimensions(config).n_layers - 1
-    whole = one + layer.times(rest)
+    layer = Step(*(b - a for a, b in zip(one, two, strict=True)))
+    whole = Step(*(a + rest * b for a, b in zip(one, layer, strict=True)))
     # The peak comes at the end of the forward pass; or when the backward pass begins, with everything kept; or
     # (checkpointing) while that runs one layer again. What it adds to what is kept does not grow with depth.
-    return dataclasses.replace(whole, peak=max(whole.forward, whole.kept + two.peak - two.kept)), layer
+    return whole._replace(peak=max(whole.forward, whole.kept + two.peak - two.kept)), layer
 
 
 def _count(
@@ -118,8 +106,7 @@ def _loss(
     logits = forward(model, batch).logits
     with torch.no_grad():
         reference = None if teacher is None else forward(teacher, batch).logits
-    fused: Tensor = _FusedLoss.apply(logits, reference)  # type: ignore[no-untyped-call]
-    return fused
+    return _FusedLoss.apply(logits, reference)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -174,18 +161,15 @@ class _Work(PeakMemory):
         return out
 
 
-def _attention_flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(q.shape, k.shape, v.shape)) // 2  # causal: half of the pairs
-
-
-def _attention_backward_flops(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(gradient.shape, q.shape, k.shape, v.shape)) // 2
-
-
-FLOPS: dict[Any, Callable[..., int]] = flop_registry | {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-}
+_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+FLOPS: dict[Any, Callable[..., int]] = (
+    flop_registry
+    | {  # causal attention: half of the pairs
+        _attention: lambda *qkv, **_: int(sdpa_flop_count(*(t.shape for t in qkv[:3]))) // 2,
+        _attention_backward: lambda *dqkv, **_: int(sdpa_backward_flop_count(*(t.shape for t in dqkv[:4]))) // 2,
+    }
+)
 
 
 def _make_fake(model: nn.Module) -> None:
@@ -204,21 +188,17 @@ def _make_fake(model: nn.Module) -> None:
                 table[name] = made[id(old)][0]  # type: ignore[assignment]
 
 
-# ---- time ------------------------------------------------------------------------------------------------------------
-
-
 def time_step(
     config: PretrainedConfig, settings: Sparsify, length: int, sequences: int, device: str
 ) -> tuple[float, float]:
     """(seconds per token for gradients, seconds per optimiser step) of the whole model, measured on shallow ones."""
     n_layers = dimensions(config).n_layers
     depths = [n_layers] if n_layers <= TIMED_DEPTHS[1] else list(TIMED_DEPTHS)
-    found = [_time(config, settings, length, sequences, device, layers) for layers in depths]
-    if len(found) == 1:
-        return found[0]
-    shallow, deep = found
+    few, *more = [_time(config, settings, length, sequences, device, layers) for layers in depths]
+    if not more:
+        return few
     factor = (n_layers - depths[0]) / (depths[1] - depths[0])
-    return tuple(max(b, a + factor * (b - a)) for a, b in zip(shallow, deep, strict=True))  # type: ignore
+    return tuple(max(b, a + factor * (b - a)) for a, b in zip(few, *more, strict=True))  # type: ignore
 
 
 def _time(
@@ -253,10 +233,8 @@ def _time(
     update()
     once = gradients(few)
     n = max(few, min(sequences, int(TIMED_SECONDS / once)))
-    seconds = []
-    for _ in range(4):
-        seconds.append((gradients(n), update()))
-    return min(first for first, _ in seconds) / (n * length), min(second for _, second in seconds)
+    computing, updating = zip(*((gradients(n), update()) for _ in range(4)), strict=True)
+    return min(computing) / (n * length), min(updating)
 
 
 def _now(device: str) -> float:

@@ -13,7 +13,7 @@ drawn by a sequence's place in it, and so they follow one process with the same 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,7 @@ class Stage(Trainee):
         return text + f" {line['tokens_per_second']:,} tok/s"
 
     def state(self) -> dict[str, Any]:
-        return {"constraint": self.constraint.state()} if self.constraint else {}
+        return {"constraint": asdict(self.constraint)} if self.constraint else {}
 
     def put_back(self, state: dict[str, Any]) -> None:
         if self.constraint:
@@ -175,14 +175,22 @@ class Stage(Trainee):
 
 
 def train(stage: Stage, resume: bool = False) -> Best:
-    """Train to the end, or raise Interrupted with a checkpoint written. Leaves the best state in the model."""
+    """Train to the end, or raise Interrupted with a checkpoint written. Leaves the best state in the model (without
+    constraint the last one); returns what is known of it."""
     stage.prepare()
     models = [stage.model] if stage.teacher is None else [stage.model, stage.teacher]
     with tracker(stage) as track, faster(models, stage.settings, distributed.device()):
         run(stage, resume, track)
-    best = take_best(stage)
     stage.model.eval()
-    return best
+    best = stage.progress.best
+    found = load_checkpoint(stage.folder / "best", best.step) if stage.constraint else None
+    if found is None:
+        return best
+    tensors, state, complaints = found
+    for complaint in complaints:
+        stage.say(complaint)
+    fill(stage.parameters, tensors)
+    return Best(**state["best"])
 
 
 @contextmanager
@@ -215,7 +223,7 @@ def accumulate(stage: Stage) -> tuple[float, float] | None:
     total_loss = total_density = 0.0
     round_size = micro * distributed.world()
     chunks = settings.batch // round_size
-    seed = seed_of(settings.seed, progress.step)
+    seed = (settings.seed * 1_000_003 + progress.step) * 1_009  # of the gates' noise, another one in every step
     try:
         for first in range(distributed.rank() * micro, settings.batch, round_size):
             batch = stage.batches.train(progress.data + first, micro)
@@ -232,10 +240,8 @@ def accumulate(stage: Stage) -> tuple[float, float] | None:
         if not out_of_memory(error) or distributed.world() > 1:
             raise
         return None  # not from here: the traceback holds the tensors that were too many
-    loss_of_all, density_of_all = distributed.mean(
-        torch.tensor([total_loss, total_density], dtype=torch.float64)
-    ).tolist()
-    return loss_of_all, density_of_all
+    means = distributed.mean(torch.tensor([total_loss, total_density], dtype=torch.float64))
+    return means[0].item(), means[1].item()
 
 
 def smaller(stage: Stage) -> int:
@@ -246,8 +252,7 @@ def smaller(stage: Stage) -> int:
             f"step {step + 1}: not enough memory for a single sequence of {stage.batches.length} tokens. Lower "
             "--length, or try --gradient-checkpointing, --lora or --precision bf16; then start again."
         )
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     half = next(size for size in range(micro // 2, 0, -1) if batch % size == 0)
     stage.say(
         f"step {step + 1}: not enough memory for {micro} sequences at once; going on with {half} at a time, and still "
@@ -301,29 +306,8 @@ def steering_loss(stage: Stage, values: Tensor, reference: Tensor | None, start:
 
     A slice may be easier or harder text than the rest. The base's own loss on the same sequences takes that out.
     """
-    if reference is None:
-        difference, level = values, 0.0
-    else:
-        difference = values - reference[start : start + len(values)]
-        level = reference.mean().item()
+    level = 0.0 if reference is None else reference.mean().item()
+    difference = values if reference is None else values - reference[start : start + len(values)]
     whole = len(values) == stage.steering
     error = 0.0 if whole or len(values) < 2 else (difference.std() / len(values) ** 0.5).item()
     return level + difference.mean().item(), error
-
-
-def seed_of(seed: int, step: int) -> int:
-    """Seed of the gates' noise for one step."""
-    return (seed * 1_000_003 + step) * 1_009
-
-
-def take_best(stage: Stage) -> Best:
-    """Leave the best state in the model (for a stage without constraint: the last one); returns what is known of it."""
-    best = stage.progress.best
-    found = load_checkpoint(stage.folder / "best", best.step) if stage.constraint else None
-    if found is None:
-        return best
-    tensors, state, complaints = found
-    for complaint in complaints:
-        stage.say(complaint)
-    fill(stage.parameters, tensors)
-    return Best(**state["best"])

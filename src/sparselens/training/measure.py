@@ -93,15 +93,9 @@ def in_bf16(precision: str, device: str | None = None) -> bool:
 
 
 def measure(
-    model: nn.Module,
-    batches: Batches,
-    start: int,
-    count: int,
-    *,
-    micro_batch: int = 8,
-    base: nn.Module | None = None,
+    model: nn.Module, batches: Batches, start: int, count: int, *, micro_batch: int = 8, base: nn.Module | None = None,
     autocast: AbstractContextManager[Any] | None = None,
-) -> Measurement:
+) -> Measurement:  # fmt: skip
     """Deterministic evaluation on held-out sequences start ... start + count - 1, shared by all processes.
 
     Where `micro_batch` sequences at once are too many for the memory, half of them are tried.
@@ -115,21 +109,15 @@ def measure(
             raise
     finally:
         model.train(was_training)
-    if torch.cuda.is_available():  # not in the handler: the traceback holds the tensors that were too many
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # not in the handler: the traceback holds the tensors that were too many
     return measure(model, batches, start, count, micro_batch=micro_batch // 2, base=base, autocast=autocast)
 
 
 @torch.no_grad()
 def _measure(
-    model: nn.Module,
-    batches: Batches,
-    start: int,
-    count: int,
-    micro_batch: int,
-    base: nn.Module | None,
+    model: nn.Module, batches: Batches, start: int, count: int, micro_batch: int, base: nn.Module | None,
     autocast: AbstractContextManager[Any] | None,
-) -> Measurement:
+) -> Measurement:  # fmt: skip
     device = next(model.parameters()).device
     gated = is_gated(model)
     losses, divergences, agreement, correct = (torch.zeros(count, device=device) for _ in range(4))
@@ -157,11 +145,8 @@ def _measure(
             counts = counts + torch.stack(output.attentions)[:, :n].double().sum(1)  # [n_layers, n_heads, 2]
     counts = distributed.total(counts).cpu()
     return Measurement(
-        losses=distributed.total(losses).cpu(),
-        kl=distributed.total(divergences).cpu() if base is not None else None,
-        edges=counts[..., 0] if gated else None,
-        pairs=counts[:, 0, 1] if gated else None,
-        queries=int(distributed.total(queries)),
-        correct=distributed.total(correct).cpu() > 0,
+        losses=distributed.total(losses).cpu(), kl=distributed.total(divergences).cpu() if base is not None else None,
+        edges=counts[..., 0] if gated else None, pairs=counts[:, 0, 1] if gated else None,
+        queries=int(distributed.total(queries)), correct=distributed.total(correct).cpu() > 0,
         agreement=distributed.total(agreement).cpu() if base is not None else None,
-    )
+    )  # fmt: skip

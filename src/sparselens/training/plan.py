@@ -19,12 +19,12 @@ import torch
 
 from ..config import Sparsify, Text
 from ..models.architectures import dimensions
-from ..models.loading import SAFE
+from ..models.loading import SAFE, refusing
 from ..runs import distributed
 from ..runs.run import free_disk
-from .dry_run import Step, count_step, time_step
-from .request import check_length, overridden
-from .sparsify import STEERING_SHARE, disk
+from .compilation import COMPILE_FROM
+from .dry_run import count_step, time_step
+from .sparsify import STEERING_SHARE, check_length, disk, overridden
 
 GIB = 2**30
 PROCESS = 0.7 * GIB  # Python, PyTorch, what its allocator keeps; on a GPU the CUDA context and workspaces
@@ -99,17 +99,10 @@ class Plan:
 
 
 def plan(
-    model: str | Path,
-    *,
-    settings: Sparsify | None = None,
-    text: Text | None = None,
-    gpus: int | None = None,
-    gpu_memory: float | None = None,
-    sharded: bool = False,
-    tokens_per_second: float | None = None,
-    out: str | Path = ".",
-    **overrides: Any,
-) -> Plan:
+    model: str | Path, *, settings: Sparsify | None = None, text: Text | None = None, gpus: int | None = None,
+    gpu_memory: float | None = None, sharded: bool = False, tokens_per_second: float | None = None,
+    out: str | Path = ".", **overrides: Any,
+) -> Plan:  # fmt: skip
     """Memory, time and disk of `sparsify` with the same settings.
 
     model: hub name, folder, config.json, Run or .gguf; only its configuration is read.
@@ -134,17 +127,20 @@ def plan(
             break
         job = job.changed(micro_batch=job.micro // 2)  # as the run itself will do when memory runs out
     trained, parameters = job.step.trained, job.step.parameters
-    space = disk(parameters, trained, settings) | {"tokenised text": job.text_bytes()}
+    tokens = settings.training.batch * text.length  # per step
+    tokenised = (2 if config.vocab_size <= 1 << 16 else 4) * settings.training.steps * tokens
+    space = disk(parameters, trained, settings) | {"tokenised text": tokenised}
     known = str(model), gpus, int(parameters), int(trained), job.memory(), available, job.micro, space
     result = Plan(*known, free=free_disk(Path(out)))
     if result.total_memory > available:
         return dataclasses.replace(result, advice=job.advice(available))
     gradients, update, how = job.speed(here, tokens_per_second)
-    tokens = settings.training.batch * text.length
     compute = gradients * tokens / job.gpus + update
     communication = job.communication()
     per_step = max(compute, communication)
-    evaluation = job.forward_share * gradients * job.evaluated_tokens(text) / job.gpus
+    # Of a training token's time: one pass of three (backward counts two), four with a teacher or a repetition.
+    forward_share = 1 / (3 + (settings.loss == "kl") + settings.training.gradient_checkpointing)
+    evaluation = forward_share * gradients * job.evaluated_tokens(text) / job.gpus
     stages = 2 if settings.control else 1
     saving = settings.training.steps // settings.training.checkpoint_every * 16 * job.step.trained / DISK_BYTES
     start = job.gpu * (GPU_START + stages * job.compiled * COMPILING)
@@ -153,7 +149,7 @@ def plan(
     return dataclasses.replace(result, tokens_per_second=tokens / job.gpus / compute, how=how, **times)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
     """One run on so many GPUs (or one CPU)."""
 
@@ -168,14 +164,9 @@ class Job:
         training = self.settings.training
         if training.batch % self.gpus:
             raise ValueError(f"batch={training.batch} cannot be shared by {self.gpus} GPUs: choose a multiple of that")
-        micro = distributed.micro_batch(training.batch // self.gpus, training.micro_batch, self.length, self.gpu)
-        step, layer = count_step(self.config, self.settings, self.length, micro, self.gpu, not self.sharded)
-        for name, value in (("micro", micro), ("step", step), ("layer", layer)):
-            object.__setattr__(self, name, value)
-
-    micro: int = dataclasses.field(init=False)
-    step: Step = dataclasses.field(init=False)
-    layer: Step = dataclasses.field(init=False)
+        self.micro = distributed.micro_batch(training.batch // self.gpus, training.micro_batch, self.length, self.gpu)
+        counted = count_step(self.config, self.settings, self.length, self.micro, self.gpu, not self.sharded)
+        self.step, self.layer = counted
 
     @property
     def passes(self) -> int:
@@ -184,10 +175,10 @@ class Job:
 
     @property
     def compiled(self) -> bool:
-        """Whether the run will compile its blocks (speed.compiles)."""
+        """Whether the run will compile its blocks (compilation.compiles)."""
         training = self.settings.training
-        auto = self.gpu and training.steps >= 500 and not self.sharded
-        return self.gpu and (training.compile == "yes" or (training.compile == "auto" and auto))
+        auto = training.compile == "auto" and training.steps >= COMPILE_FROM and not self.sharded
+        return self.gpu and (training.compile == "yes" or auto)
 
     def memory(self) -> dict[str, float]:
         """Bytes at the worst moment, by what they are for."""
@@ -203,16 +194,12 @@ class Job:
         if self.sharded:  # what is no block's stays whole; of blocks, one computes, one is on its way, one goes back
             root = step.parameters - dimensions(self.config).n_layers * layer.parameters
             gathered = 4 * root + 12 * layer.parameters
+        weights = 4 * step.parameters / share
+        best = 0.0 if self.gpu else 4 * step.trained  # always in the CPU's memory
         return {
-            "weights": 4 * step.parameters / share,
-            "base": 4 * step.parameters / share,
-            "gradients": gradients,
-            "Adam": 8 * step.trained / share,
-            "activations": activations,
-            "gathered": gathered,
-            "best state": 0.0 if self.gpu else 4 * step.trained,  # always in the CPU's memory
-            "process": PROCESS,
-        }
+            "weights": weights, "base": weights, "gradients": gradients, "Adam": 8 * step.trained / share,
+            "activations": activations, "gathered": gathered, "best state": best, "process": PROCESS,
+        }  # fmt: skip
 
     def changed(self, sharded: bool | None = None, **changes: Any) -> "Job":
         """The same with other settings of the training."""
@@ -262,11 +249,6 @@ class Job:
             sent = 2 * trained
         return sent * (1 - 1 / self.gpus) / (NVLINK if self.gpus <= NODE else NETWORK)
 
-    @property
-    def forward_share(self) -> float:
-        """Of a training token's time: one pass of three (backward counts two), four with a teacher or a repetition."""
-        return 1 / (3 + (self.settings.loss == "kl") + self.settings.training.gradient_checkpointing)
-
     def evaluated_tokens(self, text: Text) -> float:
         """Tokens of forward passes beside training: steering evaluations, and the report on base, control, sparse."""
         training = self.settings.training
@@ -278,10 +260,6 @@ class Job:
         steered = stages * (training.steps // training.evaluate_every) * each
         report = 2 * (heldout - steering) * (1 + stages) + steering * stages
         return (steered + report) * text.length
-
-    def text_bytes(self) -> float:
-        each = 2 if self.config.vocab_size <= 1 << 16 else 4
-        return each * self.settings.training.steps * self.settings.training.batch * self.length
 
 
 def in_words(seconds: float) -> str:
@@ -317,16 +295,11 @@ def _config(source: str | Path) -> Any:
     path = Path(source)
     if (path / "run.json").is_file():
         raise ValueError(f"{source} is a Run: plan for the dense model it started from")
-    try:
-        if path.suffix == ".gguf":
-            config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name, **SAFE)
-        else:
-            config = AutoConfig.from_pretrained(str(source), **SAFE)
-    except Exception as error:  # a damaged config shows as any kind of error
-        raise ValueError(
-            f"no model found at {str(source)!r}: expected a Hugging Face name, a model folder, a config.json or a "
-            f".gguf file ({(str(error) or type(error).__name__).splitlines()[0]})"
-        ) from error
+    gguf = path.suffix == ".gguf"
+    options = SAFE | {"gguf_file": path.name} if gguf else SAFE
+    expected = "expected a Hugging Face name, a model folder, a config.json or a .gguf file"
+    with refusing(f"no model found at {str(source)!r}: {expected} (", ")"):
+        config = AutoConfig.from_pretrained(str(path.parent if gguf else source), **options)
     if getattr(config, "sparselens", None) is not None:
         raise ValueError(f"{source} is already sparse; start from a dense model")
     return config

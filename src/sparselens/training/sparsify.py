@@ -10,16 +10,16 @@ import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from ..config import Sparsify, Text
-from ..data.batches import Batches, TextBatches
-from ..models.architectures import base_model, blocks, dimensions
-from ..models.loading import Source, is_gated, load, resolve, save
+from ..config import Sparsify, Text, Training, Transcode
+from ..data.batches import Batches, TextBatches, refuse_overlap
+from ..models.architectures import architecture, base_model, blocks, dimensions
+from ..models.loading import Source, is_gated, load, name_of, resolve, save
 from ..runs import distributed
 from ..runs.rows import Cost, EvaluationRow, Summary, SummaryRow
 from ..runs.run import Metrics, Run, refuse_full_disk
@@ -27,23 +27,16 @@ from .controllers import Budget, Constraint
 from .copies import count_parameters, dense_copy, gated_copy, left_as_it_was, start_within_reach
 from .loop import Best, Stage, train
 from .measure import Measurement, in_bf16, measure
-from .request import Data, batches_of, check_length, length_of, overridden, source_name
 
+Data = str | list[str] | Batches  # files and globs, a dataset name, or anything with `Batches`' methods
+Settings = TypeVar("Settings", Sparsify, Transcode)
 STEERING_SHARE = 4  # one held-out sequence in this many may steer
 
 
 def sparsify(
-    model: Source,
-    data: Data,
-    out: str | Path,
-    *,
-    settings: Sparsify | None = None,
-    text: Text | None = None,
-    resume: bool = False,
-    show_progress: bool = True,
-    say: Callable[[str], None] = print,
-    **overrides: Any,
-) -> Run:
+    model: Source, data: Data, out: str | Path, *, settings: Sparsify | None = None, text: Text | None = None,
+    resume: bool = False, show_progress: bool = True, say: Callable[[str], None] = print, **overrides: Any,
+) -> Run:  # fmt: skip
     """Make the attention of a model sparse without losing what it can do; returns the Run.
 
     model: hub name, folder, Run, .gguf file, or (model, tokenizer). data: files, globs, a dataset name, or anything
@@ -92,21 +85,15 @@ def _announcement(name: str, model: nn.Module, batches: Batches, settings: Spars
 
 
 def sparsify_into(
-    run: Run,
-    base: nn.Module,
-    tokenizer: PreTrainedTokenizerBase | None,
-    batches: Batches,
-    settings: Sparsify,
-    *,
-    resume: bool = False,
-    show_progress: bool = True,
-    say: Callable[[str], None] = print,
-) -> nn.Module:
+    run: Run, base: nn.Module, tokenizer: PreTrainedTokenizerBase | None, batches: Batches, settings: Sparsify, *,
+    resume: bool = False, show_progress: bool = True, say: Callable[[str], None] = print,
+) -> nn.Module:  # fmt: skip
     """Steps 2 to 4 inside an open Run; returns the sparse model. What a finished stage left there is used again."""
     training = settings.training
     device = distributed.device()
     source = base.requires_grad_(False)  # of all copies: with FSDP2 it stays whole, on the CPU
-    base = _place(copy.deepcopy(source) if distributed.sharded() else source, device)
+    base = copy.deepcopy(source) if distributed.sharded() else source
+    distributed.place(base, device, blocks(base))
     steering = steering_count(batches)
     micro = distributed.micro_batch(training.batch, training.micro_batch, batches.length)
     autocast = torch.autocast(device, torch.bfloat16, enabled=in_bf16(training.precision))
@@ -152,15 +139,10 @@ def sparsify_into(
         }  # fmt: skip
         if settings.control:
             summary["control"] = _summary_row(rows[1])
-        cost = _cost(run, training.steps * training.batch * batches.length)
-        run.write("summary.json", {**summary, **cost})
+        run.write("summary.json", {**summary, **_cost(run, training.steps * training.batch * batches.length)})
     _tell(best, target, settings, rows, say)
     say(f"sparse model: {run.path / 'model'}   table: {run.path / 'evaluation.json'}")
     return plain
-
-
-def _place(model: nn.Module, device: str) -> nn.Module:
-    return distributed.place(model, device, blocks(model))
 
 
 def disk(parameters: float, trained: float, settings: Sparsify) -> dict[str, float]:
@@ -192,7 +174,8 @@ def _control(
     """The same training without gates. A finished one is not trained again."""
     folder = run.path / "control"
     if (folder / "model").is_dir():
-        return _place(load(folder / "model")[0], distributed.device())
+        model: nn.Module = load(folder / "model")[0]
+        return distributed.place(model, distributed.device(), blocks(model))
     model = dense_copy(base, common["settings"])
     train(Stage("control", model, folder=folder, **common), resume and folder.is_dir())
     plain = distributed.collect(model, into=dense_copy(base, common["settings"])) if distributed.sharded() else model
@@ -256,3 +239,61 @@ def loss_table(rows: Sequence[Mapping[str, Any]]) -> str:
         per_query = "" if row["edges_per_query"] is None else f"{row['edges_per_query']:.3f}"
         lines.append(f"{row['kind']:10}{row['loss']:9.4f}{kl:>12}{row['density']:10.3%}{per_query:>13}")
     return "\n".join(lines)
+
+
+def overridden(settings: Settings, text: Text, changes: dict[str, Any]) -> tuple[Settings, Text]:
+    """Both with every change in the field of that name, wherever it is: steps=500 is one of `Sparsify.training`."""
+    left = dict(changes)
+    settings, text = _replaced(settings, left), _replaced(text, left)
+    if left:
+        command = type(settings).__name__.lower()
+        raise ValueError(f"unknown setting {next(iter(left))!r}; see sparselens {command} --help for all of them")
+    if isinstance(settings, Sparsify) and settings.target == "control":
+        settings = dataclasses.replace(settings, control=True)  # type: ignore[call-arg]  # never a Transcode
+    return settings, text
+
+
+def _replaced(settings: Any, changes: dict[str, Any]) -> Any:
+    """With the changes it has fields for, which are taken out; all at once, as one may be wrong without another."""
+    values = {}
+    for field in dataclasses.fields(settings):
+        value = changes.pop(field.name, getattr(settings, field.name))
+        values[field.name] = _replaced(value, changes) if dataclasses.is_dataclass(value) else value
+    return dataclasses.replace(settings, **values)
+
+
+def source_name(source: Source) -> str:
+    """What the record calls a model: what it can be loaded by again, where it was."""
+    source = source.path if isinstance(source, Run) else source
+    return str(source) if isinstance(source, str | Path) else name_of(source)
+
+
+def check_length(config: PretrainedConfig, length: int) -> None:
+    """ValueError for a model of an unknown kind, or sequences that it cannot read."""
+    architecture(config)
+    longest = dimensions(config).max_tokens
+    if length > longest:
+        raise ValueError(f"sequences of {length} tokens are longer than the {longest} this model allows (--length)")
+
+
+def length_of(data: Data, text: Text) -> int:
+    return text.length if isinstance(data, str | list) else data.length
+
+
+def batches_of(
+    data: Data, tokenizer: PreTrainedTokenizerBase | None, text: Text, settings: Training | Transcode, progress: bool
+) -> Batches:
+    """Numbered sequences: those given, or made of text, enough for all steps."""
+    if not isinstance(data, str | list):
+        return data
+    if tokenizer is None:
+        raise ValueError("text needs a tokenizer; give the model's own, or the model by name")
+    patterns = [data] if isinstance(data, str) else data
+    refuse_overlap(patterns, list(text.heldout))
+    return distributed.main_first(
+        lambda: TextBatches(
+            patterns, tokenizer, text.length, cache=text.cache, need=settings.steps * settings.batch * text.length,
+            heldout_patterns=list(text.heldout), heldout_tokens=text.heldout_tokens, field=text.text_field,
+            seed=settings.seed, progress=progress,
+        )
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Work on the active entries of a feature matrix only: reading pre-activations, writing reconstructions.
+"""Which features are active (JumpReLU, TopK, BatchTopK), and work on these alone: reading, writing reconstructions.
 
 A layer's activations are a matrix [tokens, n_features] that is almost entirely zero. Multiplying it with a decoder
 [n_features, targets * d_model] costs tokens * n_features * targets * d_model; the same sum over its non-zero entries
@@ -63,14 +63,12 @@ def read(x: Tensor, weight: Tensor, bias: Tensor, pre: Tensor, at: Entries) -> T
 
     pre is computed without gradient; weight [n_features, d_model] and bias get theirs from the entries alone.
     """
-    found: Tensor = _Read.apply(x, weight, bias, pre, at)  # type: ignore[no-untyped-call]
-    return found
+    return _Read.apply(x, weight, bias, pre, at)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def spread(numbers: Tensor, at: Entries) -> Tensor:
     """[n]: every entry's own number of its feature, from [n_features]."""
-    found: Tensor = _Spread.apply(numbers, at)  # type: ignore[no-untyped-call]
-    return found
+    return _Spread.apply(numbers, at)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def write(values: Tensor, at: Entries, weight: Tensor) -> Tensor:
@@ -145,10 +143,8 @@ def _dots(rows: Tensor, weight: Tensor, at: Entries) -> Tensor:
     It is what PyTorch computes as the gradient of an embedding bag's weights. Called directly, it saves a forward pass.
     On a GPU it knows no bfloat16, so it gets the fp32 master weights.
     """
-    found: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(
-        rows, weight, at.features, at.offsets, at.tokens, 0
-    )  # 0: the bag is a sum
-    return found
+    backward = torch.ops.aten._embedding_bag_per_sample_weights_backward
+    return backward(rows, weight, at.features, at.offsets, at.tokens, 0)  # type: ignore[no-any-return]  # 0: a sum
 
 
 def _bags(rows: Tensor, indices: Tensor, offsets: Tensor, numbers: Tensor | None) -> Tensor:
@@ -157,3 +153,55 @@ def _bags(rows: Tensor, indices: Tensor, offsets: Tensor, numbers: Tensor | None
 
 def _offsets(counts: Tensor) -> Tensor:
     return F.pad(counts.cumsum(0), (1, 0))
+
+
+def active(pre: Tensor, threshold: Tensor) -> Tensor:
+    """JumpReLU's mask. A feature is never active below zero, whatever its threshold."""
+    return (pre > threshold) & (pre > 0)
+
+
+def topk_mask(pre: Tensor, k: int) -> Tensor:
+    """The k largest positive pre-activations of every token; bool, like pre [n_tokens, n_features]."""
+    return torch.zeros_like(pre, dtype=torch.bool).scatter_(1, pre.topk(k, 1).indices, True) & (pre > 0)
+
+
+def batch_topk_mask(pre: Tensor, k: int) -> Tensor:
+    """The k * n_tokens largest positive pre-activations of all tokens [n_tokens, n_features] together."""
+    chosen = torch.zeros(pre.numel(), dtype=torch.bool, device=pre.device)
+    chosen[pre.flatten().topk(k * len(pre), sorted=False).indices] = True
+    return chosen.view_as(pre) & (pre > 0)
+
+
+def batch_topk_threshold(pre: Tensor, k: int) -> float:
+    """The number between the smallest chosen pre-activation and the largest one left out, never below zero."""
+    ranked = pre.flatten().topk(min(k * len(pre) + 1, pre.numel())).values
+    if len(ranked) <= k * len(pre):
+        return 0.0  # everything positive is chosen
+    smallest, next_one = ranked[-2], ranked[-1]
+    middle = (smallest + next_one) / 2
+    return max(0.0, (middle if middle < smallest else next_one).item())
+
+
+class _JumpReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pre: Tensor, threshold: Tensor, bandwidth: float) -> Tensor:
+        on = active(pre, threshold)
+        ctx.save_for_backward(pre, threshold, on)
+        ctx.bandwidth = bandwidth
+        return pre * on
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        pre, threshold, on = ctx.saved_tensors
+        near = (pre - threshold).abs() < ctx.bandwidth / 2
+        return gradient * on, -(threshold / ctx.bandwidth) * near * gradient, None
+
+
+def jumprelu(pre: Tensor, threshold: Tensor, bandwidth: float) -> Tensor:
+    """pre where it exceeds its threshold, else 0, with a straight-through gradient for the threshold.
+
+    The true derivative by the threshold is zero almost everywhere; over a small change of the data it is, on average,
+    -threshold * density(pre = threshold). The density is estimated by a rectangle: 1/bandwidth for a pre-activation
+    within bandwidth/2 of the threshold. pre and threshold have the same shape.
+    """
+    return _JumpReLU.apply(pre, threshold, bandwidth)  # type: ignore[no-any-return,no-untyped-call]

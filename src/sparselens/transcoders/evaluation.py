@@ -7,7 +7,6 @@ lost) and its loss with silent MLPs (everything lost).
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,31 +37,10 @@ class Variance:
 
     def fvu(self) -> float:
         """Of all processes together."""
-        n, error, square = distributed.total(
-            torch.tensor([self.n, self.error, self.square], dtype=torch.float64)
-        ).tolist()
+        sums = torch.tensor([self.n, self.error, self.square], dtype=torch.float64)
+        n, error, square = distributed.total(sums).tolist()
         spread = square - distributed.total(self.total).pow(2).sum().item() / max(1, n)
         return error / spread if spread > 0 else float("nan")
-
-
-@dataclass
-class Fit:
-    """What reconstruction looks like, per layer."""
-
-    fvu: list[float]
-    fvu_after_first: list[float]  # without the first token of each sequence, whose outputs may dwarf all others
-    l0: list[float]  # active features per token
-    used: float  # share of features that were active at least once
-
-    def row(self) -> FitRow:
-        return {
-            "fvu": sum(self.fvu) / len(self.fvu),
-            "fvu_per_layer": self.fvu,
-            "fvu_per_layer_after_first": self.fvu_after_first,
-            "l0": sum(self.l0) / len(self.l0),
-            "l0_per_layer": self.l0,
-            "used_share": self.used,
-        }
 
 
 def tokens_of(batch: dict[str, Tensor], layers: list[Tensor]) -> list[Tensor]:
@@ -73,14 +51,9 @@ def tokens_of(batch: dict[str, Tensor], layers: list[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def measure_fit(
-    model: nn.Module,
-    transcoder: Transcoder,
-    batches: Batches,
-    count: int,
-    *,
-    micro_batch: int = 8,
+    model: nn.Module, transcoder: Transcoder, batches: Batches, count: int, *, micro_batch: int = 8,
     autocast: AbstractContextManager[Any] | None = None,
-) -> Fit:
+) -> FitRow:  # fmt: skip
     """FVU and active features on the first `count` held-out sequences, reading the model's own activations."""
     device = next(model.parameters()).device
     n_layers = transcoder.n_layers
@@ -110,25 +83,22 @@ def measure_fit(
             after_first[layer].add(outputs[layer][later], guess[later])
             total = total[:, 1:]
     n = int(distributed.total(torch.tensor(n)))
-    return Fit(
-        fvu=[one.fvu() for one in every],
-        fvu_after_first=[one.fvu() for one in after_first],
-        l0=[one / n for one in distributed.total(torch.tensor(active)).tolist()],
-        used=(distributed.total(used.int()) > 0).float().mean().item(),
-    )
+    fvu, without_first = ([one.fvu() for one in some] for some in (every, after_first))
+    l0 = [one / n for one in distributed.total(torch.tensor(active)).tolist()]
+    return {
+        "fvu": sum(fvu) / n_layers, "fvu_per_layer": fvu, "fvu_per_layer_after_first": without_first,
+        "l0": sum(l0) / n_layers, "l0_per_layer": l0,
+        "used_share": (distributed.total(used.int()) > 0).float().mean().item(),
+    }  # fmt: skip
 
 
 def measure_replacement(
-    model: nn.Module,
-    transcoder: Transcoder,
-    batches: Batches,
-    count: int,
-    *,
-    micro_batch: int = 8,
-    autocast: AbstractContextManager[Any] | None = None,
+    model: nn.Module, transcoder: Transcoder, batches: Batches, count: int, **options: Any
 ) -> ReplacementRow:
-    """The model's loss as it is, with its MLPs replaced and with its MLPs silent; exact: faultless sequences."""
-    options: dict[str, Any] = {"micro_batch": micro_batch, "autocast": autocast}
+    """The model's loss as it is, with its MLPs replaced and with its MLPs silent; exact: faultless sequences.
+
+    options: those of `measure`.
+    """
     own = measure(model, batches, 0, count, **options)
     with replaced(model, transcoder):
         instead = measure(model, batches, 0, count, **options)
@@ -136,10 +106,7 @@ def measure_replacement(
         silent = measure(model, batches, 0, count, **options)
     lost = silent.loss - own.loss
     return {
-        "replacement_loss": instead.loss,
-        "model_loss": own.loss,
-        "zero_loss": silent.loss,
+        "replacement_loss": instead.loss, "model_loss": own.loss, "zero_loss": silent.loss,
         "loss_recovered": (silent.loss - instead.loss) / lost if abs(lost) > 1e-9 else float("nan"),
-        "replacement_exact": instead.correct.float().mean().item(),
-        "model_exact": own.correct.float().mean().item(),
-    }
+        "replacement_exact": instead.correct.float().mean().item(), "model_exact": own.correct.float().mean().item(),
+    }  # fmt: skip

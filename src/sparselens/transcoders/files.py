@@ -14,14 +14,16 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
+import yaml
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..runs.run import whole_folder, write_bytes
-from .activations import Activation, check_activation
 
+Activation = Literal["jumprelu", "topk", "batchtopk"]
 InputHook = Literal["mlp-input", "residual"]
 # circuit-tracer's names for what features read. Its hook_mlp_in is the residual stream, before the MLP's norm.
 HOOKS: dict[str, InputHook] = {"mlp.hook_in": "mlp-input", "hook_resid_mid": "residual", "hook_mlp_in": "residual"}
@@ -40,10 +42,24 @@ class Kind:
     model_name: str
 
 
+def check_activation(activation: str, k: int | None, n_features: int) -> Activation:
+    """ValueError for an unknown activation, or a k that it does not have or cannot have."""
+    if activation not in get_args(Activation):
+        raise ValueError(f"activation={activation!r}: expected one of {', '.join(get_args(Activation))}")
+    if activation != "jumprelu" and (k is None or not 1 <= k <= n_features):
+        raise ValueError(f"k={k}: {activation} expects between 1 and {n_features} (the features of a layer)")
+    return activation  # type: ignore[return-value]  # one of them
+
+
 def write_folder(folder: Path, kind: Kind, layers: list[dict[str, Tensor]]) -> Path:
     """Write the folder beside its final place, then rename it. layers: their tensors, under their plain names."""
-    from safetensors.torch import save_file
-
+    config: dict[str, Any] = {
+        "model_name": kind.model_name, "model_kind": "cross_layer_transcoder" if kind.cross_layer else "transcoder_set",
+        "feature_input_hook": next(name for name, hook in HOOKS.items() if hook == kind.input_hook),
+        "feature_output_hook": "hook_mlp_out", "scan": Path(kind.model_name).name,
+    }  # fmt: skip
+    if kind.k is not None:
+        config |= {"activation": kind.activation, "k": kind.k}
     with whole_folder(folder) as fresh:
         fresh.mkdir()
         for layer, plain in enumerate(layers):
@@ -58,26 +74,10 @@ def write_folder(folder: Path, kind: Kind, layers: list[dict[str, Tensor]]) -> P
                 if "threshold" in tensors:
                     tensors["activation_function.threshold"] = tensors.pop("threshold")
                 save_file(tensors, fresh / f"layer_{layer}.safetensors")
-        write_bytes(fresh / "config.yaml", _yaml(_config(kind)).encode())
+        # Scalars only; strings quoted as JSON, which YAML reads.
+        lines = (f"{key}: {json.dumps(value)}\n" for key, value in config.items())
+        write_bytes(fresh / "config.yaml", "".join(lines).encode())
     return folder
-
-
-def _config(kind: Kind) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "model_name": kind.model_name,
-        "model_kind": "cross_layer_transcoder" if kind.cross_layer else "transcoder_set",
-        "feature_input_hook": next(name for name, hook in HOOKS.items() if hook == kind.input_hook),
-        "feature_output_hook": "hook_mlp_out",
-        "scan": Path(kind.model_name).name,
-    }
-    if kind.k is not None:
-        config |= {"activation": kind.activation, "k": kind.k}
-    return config
-
-
-def _yaml(config: dict[str, Any]) -> str:
-    """Scalars only; strings quoted as JSON, which YAML reads."""
-    return "".join(f"{key}: {json.dumps(value)}\n" for key, value in config.items())
 
 
 def read_folder(folder: Path) -> tuple[Kind, list[dict[str, Tensor]]]:
@@ -117,8 +117,6 @@ def fill_from_file(parameter: Tensor, found: Tensor | None, what: str) -> None:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    import yaml
-
     try:
         config = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -169,8 +167,6 @@ def _read_layers(folder: Path, cross_layer: bool) -> list[dict[str, Tensor]]:
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
     if not path.is_file():
         raise ValueError(f"{path} is missing; the transcoder is not complete")
     try:

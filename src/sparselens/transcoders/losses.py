@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from ..config import Transcode
 from ..runs import distributed
-from .activations import batch_topk_mask, jumprelu, topk_mask
-from .decoding import Entries, decode, entries, read, spread
+from .decoding import Entries, batch_topk_mask, decode, entries, jumprelu, read, spread, topk_mask
 from .transcoder import Transcoder
 
 START_ERROR = 1e-6  # added under the square root of decoder norms: a decoder of zeros has a gradient, too
@@ -143,8 +142,7 @@ class Learner(nn.Module):
         weight, bias = self.transcoder.W_enc[layer], self.transcoder.b_enc[layer]
         if compute is None:
             return F.linear(x, weight, bias)
-        pre: Tensor = F.linear(x.to(compute), weight.to(compute)).to(bias.dtype) + bias
-        return pre
+        return F.linear(x.to(compute), weight.to(compute)).to(bias.dtype) + bias  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def _mask(self, layer: int, pre: Tensor, threshold: Tensor | None) -> Tensor:

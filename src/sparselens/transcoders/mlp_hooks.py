@@ -7,18 +7,16 @@ with replaced(model, transcoder):                        every MLP's output is w
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..models.architectures import base_model, dimensions, mlp_modules, parts
+from ..models.hooks import Enough, hooked
 from ..runs import distributed
 from .transcoder import Transcoder
-
-
-class _Enough(Exception):
-    """The last MLP has been seen; the logits are not needed."""
 
 
 def check_fit(model: nn.Module, transcoder: Transcoder) -> None:
@@ -40,18 +38,11 @@ def _reading(model: nn.Module, hook: str, keep: Callable[[int, Tensor], None]) -
         norms = [parts(model, layer).mlp_norm for layer in range(len(modules))]
         modules = [mlp if norm is None else norm for mlp, norm in zip(modules, norms, strict=True)]
 
-    def reader(layer: int) -> Callable[..., Any]:
-        def read(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            keep(layer, arguments[0] if arguments else next(iter(keywords.values())))
+    def read(layer: int, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        keep(layer, arguments[0] if arguments else next(iter(keywords.values())))
 
-        return read
-
-    handles = [m.register_forward_pre_hook(reader(i), with_kwargs=True) for i, m in enumerate(modules)]
-    try:
+    with hooked([m.register_forward_pre_hook(partial(read, i), with_kwargs=True) for i, m in enumerate(modules)]):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.no_grad()
@@ -61,23 +52,14 @@ def observe(model: nn.Module, batch: dict[str, Tensor], hook: str) -> tuple[list
     inputs: dict[int, Tensor] = {}
     outputs: dict[int, Tensor] = {}
 
-    def writer(layer: int) -> Callable[..., Any]:
-        def wrote(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
-            outputs[layer] = output
-            if layer + 1 == n_layers and not distributed.is_sharded(model):  # which would stay open if cut off
-                raise _Enough
+    def wrote(layer: int, module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+        outputs[layer] = output
+        if layer + 1 == n_layers and not distributed.is_sharded(model):  # which would stay open if cut off
+            raise Enough  # the logits are not needed
 
-        return wrote
-
-    handles = [m.register_forward_hook(writer(i)) for i, m in enumerate(mlp_modules(model))]
-    try:
-        with _reading(model, hook, inputs.__setitem__):
-            model(**{name: value for name, value in batch.items() if name != "labels"}, use_cache=False)
-    except _Enough:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
+    handles = [m.register_forward_hook(partial(wrote, i)) for i, m in enumerate(mlp_modules(model))]
+    with hooked(handles), _reading(model, hook, inputs.__setitem__):
+        model(**{name: value for name, value in batch.items() if name != "labels"}, use_cache=False)
     return [inputs[i] for i in range(n_layers)], [outputs[i] for i in range(n_layers)]
 
 
@@ -101,13 +83,9 @@ def replaced(model: nn.Module, transcoder: Transcoder) -> Iterator[None]:
         for j, one in enumerate(written.unbind(-2)):
             promised[layer + j] = promised[layer + j] + one if layer + j in promised else one
 
-    def answer(layer: int) -> Callable[..., Any]:
-        return lambda module, arguments, output: (promised.pop(layer) + transcoder.b_dec[layer]).to(output.dtype)
+    def answer(layer: int, module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Any:
+        return (promised.pop(layer) + transcoder.b_dec[layer]).to(output.dtype)
 
-    handles = [m.register_forward_hook(answer(i)) for i, m in enumerate(mlp_modules(model))]
-    try:
-        with _reading(model, transcoder.input_hook, encode):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    handles = [m.register_forward_hook(partial(answer, i)) for i, m in enumerate(mlp_modules(model))]
+    with hooked(handles), _reading(model, transcoder.input_hook, encode):
+        yield

@@ -31,7 +31,7 @@ from ..training import engine
 from ..training.copies import left_as_it_was
 from ..training.engine import Progress, Trainee
 from ..training.measure import in_bf16
-from ..training.request import Data, batches_of, check_length, length_of, overridden, source_name
+from ..training.sparsify import Data, batches_of, check_length, length_of, overridden, source_name
 from .evaluation import measure_fit, measure_replacement, tokens_of
 from .files import FOLDER
 from .losses import Learner, Losses
@@ -43,19 +43,10 @@ BETAS = (0.9, 0.99)
 
 
 def transcode(
-    model: Source,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    *,
-    data: Data,
-    out: str | Path,
-    settings: Transcode | None = None,
-    text: Text | None = None,
-    name: str | None = None,
-    resume: bool = False,
-    show_progress: bool = True,
-    say: Callable[[str], None] = print,
-    **overrides: Any,
-) -> Transcoder:
+    model: Source, tokenizer: PreTrainedTokenizerBase | None = None, *, data: Data, out: str | Path,
+    settings: Transcode | None = None, text: Text | None = None, name: str | None = None, resume: bool = False,
+    show_progress: bool = True, say: Callable[[str], None] = print, **overrides: Any,
+) -> Transcoder:  # fmt: skip
     """Train features that stand in for a model's MLPs; returns the transcoder and leaves a Run in `out`.
 
     model: dense or sparse; a model, (model, tokenizer), or a name, folder, Run or .gguf file. data: files, globs, a
@@ -102,9 +93,6 @@ def n_parameters(n_layers: int, d_model: int, settings: Transcode) -> int:
     """Weights of a transcoder: one encoder row and one decoder row per target for every feature, and the biases."""
     targets = n_layers * (n_layers + 1) // 2 if settings.cross_layer else n_layers
     return settings.features * (d_model * (n_layers + targets) + 2 * n_layers) + n_layers * d_model
-
-
-# ---- the run ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -197,7 +185,7 @@ class TranscoderStage(Trainee):
         # The model runs in the training's precision, the transcoder in fp32: that is how it is saved and will be used.
         options: dict[str, Any] = {"micro_batch": min(self.settings.batch, count), "autocast": self.autocast()}
         fit = measure_fit(self.model, transcoder, self.batches, count, **options)
-        return {**fit.row(), **measure_replacement(self.model, transcoder, self.batches, count, **options)}
+        return {**fit, **measure_replacement(self.model, transcoder, self.batches, count, **options)}
 
     def describe(self, line: MetricsLine) -> str:
         text = f"FVU {line['fvu']:.4f} L0 {line['l0']:.1f} dead {line['dead_share']:.1%}"
@@ -216,14 +204,11 @@ def finish(stage: TranscoderStage, run: Run) -> Transcoder:
         transcoder = transcoder.as_jumprelu([x.float() for x in stage.activations(0, count)[0]])
     distributed.on_main(lambda: transcoder.save(run.path / FOLDER))
     results: TranscoderRow = {
-        **stage.measured(transcoder),
-        "dead_share": stage.dead_share,
+        **stage.measured(transcoder), "dead_share": stage.dead_share,
         "heldout_sequences": min(settings.evaluate_sequences, stage.batches.n_heldout),
-        "parameters": n_parameters(transcoder.n_layers, transcoder.d_model, settings),
-        "tokens": progress.tokens,
-        "minutes": progress.seconds / 60,
-        "tokens_per_second": progress.tokens / max(progress.seconds, 1e-9),
-    }
+        "parameters": n_parameters(transcoder.n_layers, transcoder.d_model, settings), "tokens": progress.tokens,
+        "minutes": progress.seconds / 60, "tokens_per_second": progress.tokens / max(progress.seconds, 1e-9),
+    }  # fmt: skip
     run.write("results.json", results)
     stage.say(fit_table(results))
     stage.say(f"transcoder: {run.path / FOLDER}   numbers: {run.path / 'results.json'}")

@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .activations import Activation, active, batch_topk_mask, batch_topk_threshold, check_activation, topk_mask
-from .decoding import entries, write
-from .files import InputHook, Kind, fill_from_file, read_folder, write_folder
+from .decoding import active, batch_topk_mask, batch_topk_threshold, entries, topk_mask, write
+from .files import Activation, InputHook, Kind, check_activation, fill_from_file, read_folder, write_folder
 
 
 class Transcoder(nn.Module):
@@ -32,18 +31,10 @@ class Transcoder(nn.Module):
     """
 
     def __init__(
-        self,
-        n_layers: int,
-        n_features: int,
-        d_model: int,
-        *,
-        cross_layer: bool = True,
-        activation: Activation = "jumprelu",
-        k: int | None = None,
-        input_hook: InputHook = "mlp-input",
-        model_name: str = "",
-        dtype: torch.dtype = torch.float32,
-    ):
+        self, n_layers: int, n_features: int, d_model: int, *, cross_layer: bool = True,
+        activation: Activation = "jumprelu", k: int | None = None, input_hook: InputHook = "mlp-input",
+        model_name: str = "", dtype: torch.dtype = torch.float32,
+    ):  # fmt: skip
         super().__init__()
         for name, value in (("n_layers", n_layers), ("n_features", n_features), ("d_model", d_model)):
             if value < 1:
@@ -126,16 +117,9 @@ class Transcoder(nn.Module):
 
     @classmethod
     def random(
-        cls,
-        n_layers: int,
-        n_features: int,
-        d_model: int,
-        *,
-        cross_layer: bool = True,
-        activation: Activation = "jumprelu",
-        seed: int = 0,
-        dtype: torch.dtype = torch.float32,
-    ) -> "Transcoder":
+        cls, n_layers: int, n_features: int, d_model: int, *, cross_layer: bool = True,
+        activation: Activation = "jumprelu", seed: int = 0, dtype: torch.dtype = torch.float32,
+    ) -> "Transcoder":  # fmt: skip
         """A random transcoder of which about a fifth of the features is active on inputs of unit scale. For tests."""
         k = None if activation == "jumprelu" else max(1, n_features // 5)
         made = cls(n_layers, n_features, d_model, cross_layer=cross_layer, activation=activation, k=k, dtype=dtype)
