@@ -12,7 +12,6 @@ from sparselens.circuits.faithfulness import (
     Curve,
     check_spread,
     log_sizes,
-    mean_multiplier,
     mib_areas,
     multiplier,
     refine,
@@ -171,12 +170,12 @@ def test_multiplier_is_paired():
 def test_mean_multiplier():
     effects = np.linspace(0.1, 1.0, 19)
     sparse, dense = (make_curve(factor * np.arange(1, 20) ** 2, effects) for factor in (1, 3))
-    found = mean_multiplier(dense, sparse)
+    found = multiplier(dense, sparse, None)
     assert found["multiplier"] == pytest.approx(3) == found["low"] == found["high"] and found["n_prompts"] == 40
     sizes = [dense.edges_at(level) for level in (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)]
     assert found["dense_edges"] == pytest.approx(np.exp(np.log(sizes).mean()))
     with pytest.raises(ValueError, match="different prompts"):
-        mean_multiplier(dense, make_curve([1, 2], [0, 1.0], n=7))
+        multiplier(dense, make_curve([1, 2], [0, 1.0], n=7), None)
 
 
 def test_a_curve_that_stays_just_below_a_threshold():
@@ -184,7 +183,7 @@ def test_a_curve_that_stays_just_below_a_threshold():
     dense = make_curve([1, 10, 100, 1000], [0.1, 0.89, 0.89, 1.0])
     sparse = make_curve([1, 10, 100, 1000], [0.1, 0.91, 0.91, 1.0])
     assert multiplier(dense, sparse, 0.9)["multiplier"] == 100
-    assert mean_multiplier(dense, sparse)["multiplier"] == pytest.approx(100 ** (1 / 10))
+    assert multiplier(dense, sparse, None)["multiplier"] == pytest.approx(100 ** (1 / 10))
 
 
 def uneven_curve(seed=0, scale=1):
@@ -226,7 +225,7 @@ def test_intervals_are_percentiles_of_a_bootstrap_over_prompts():
     assert dense.edges_interval(0.8) == pytest.approx(percentiles(ours))
     found = multiplier(dense, sparse, 0.8)
     assert [found["low"], found["high"]] == pytest.approx(percentiles(ours / theirs))
-    found = mean_multiplier(dense, sparse)
+    found = multiplier(dense, sparse, None)
     ratios = np.mean([np.log(np.divide(*sizes(level / 100))) for level in range(50, 100, 5)], axis=0)
     assert [found["low"], found["high"]] == pytest.approx(np.exp(percentiles(ratios)))
     assert found["low"] < found["multiplier"] < found["high"]
@@ -237,9 +236,9 @@ def test_no_circuit_counts_as_less_than_one_edge():
     free, dear = make_curve([0, 1, 10], [0.96, 0.97, 1.0]), make_curve([1, 5, 10], [0.1, 0.96, 1.0])
     found = multiplier(dear, free, 0.9)
     assert (found["multiplier"], found["low"], found["high"]) == (5.0, 5.0, 5.0)
-    assert mean_multiplier(dear, free)["multiplier"] == pytest.approx(5)
+    assert multiplier(dear, free, None)["multiplier"] == pytest.approx(5)
     one = make_curve([1, 5, 10], [0.96, 0.97, 1.0])
-    assert multiplier(dear, one, 0.9)["multiplier"] == 5 == pytest.approx(mean_multiplier(dear, one)["multiplier"])
+    assert multiplier(dear, one, 0.9)["multiplier"] == 5 == pytest.approx(multiplier(dear, one, None)["multiplier"])
 
 
 def test_areas():

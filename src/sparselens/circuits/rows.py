@@ -76,11 +76,11 @@ class OpenEdges(TypedDict):
     length: int
     example: str
     n_possible: int
-    n_open: int
+    n_open: int  # on one prompt at least
     n_proven_absent: int
     open_per_prompt: float
     columns: list[str]
-    open: list[list[float]]
+    open: list[list[float]]  # largest mean weight first
 
 
 class Results(TypedDict):
@@ -102,20 +102,12 @@ class Results(TypedDict):
     open_edges: NotRequired[OpenEdges]
 
 
-class Overlap(TypedDict):
-    """Edges that two circuits of one graph share: their number, over the union, over the smaller circuit."""
-
-    shared: int
-    jaccard: float
-    of_smaller: float
-
-
 class TaskRow(TypedDict):
     """One task in two or three models, by role: dense, sparse, control."""
 
     models: dict[str, Results]
     multipliers: NotRequired[Multipliers]
-    overlap: NotRequired[Overlap | None]
+    overlap: NotRequired[dict[str, float] | None]  # circuit.overlap
 
 
 class ComparisonRows(TypedDict):
@@ -148,10 +140,8 @@ WORDING = {
 
 def wording(reading: str) -> Wording:
     """How to call a reading, also one that this version does not know."""
-    known = WORDING.get(reading)
-    return known or Wording(
-        f"Circuit ({reading})", reading, f"edges ({reading})", f"Edges Kept ({reading})", f"-{reading}"
-    )
+    unknown = f"Circuit ({reading})", reading, f"edges ({reading})", f"Edges Kept ({reading})", f"-{reading}"
+    return WORDING.get(reading) or Wording(*unknown)
 
 
 def alone(results: Results) -> ComparisonRows:
