@@ -192,8 +192,9 @@ def provenance() -> dict[str, Any]:
     for package in ("sparselens", "torch", "transformers", "triton", "peft", "numpy"):
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     return {"versions": versions, "python": platform.python_version(), "commit": commit or None, "command": command}
 
