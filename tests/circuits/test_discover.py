@@ -290,6 +290,12 @@ def test_memory_at_real_sizes():
     llama = Dimensions(n_layers=32, n_heads=32, n_kv_heads=8, d_model=4096, d_head=128, max_tokens=8192)
     assert estimate_memory(gpt2, 3072, 16, 64).per_token < 0.5 * 2**20
     assert estimate_memory(llama, 14336, 16, 64).per_token < 3 * 2**20
+    # Numbers of four bytes: stored, the larger of attention's and the MLP's graph, readers (llama: 48 of 64 writers).
+    assert estimate_memory(gpt2, 3072, 16, 64).per_token == 4 * (27_648 + 32_256 + 16_896)
+    assert estimate_memory(gpt2, 3072, 16, 1024, gated=True).per_token == 4 * (27_648 + 116_736 + 16_896)
+    assert estimate_memory(llama, 14336, 16, 64).per_token == 4 * (393_216 + 153_600 + 196_608)
+    whole = estimate_memory(gpt2, 3072, 16, 64, reads=2, vocabulary=50_257)
+    assert whole.logits == 4 * 16 * 6 * 2 * 50_257 and whole.total == 307_200 * 16 * 64 + whole.logits
 
 
 def test_exact_patching_of_a_big_graph_is_refused_early():
