@@ -1,6 +1,7 @@
 """The walls of the house: imports point one way, there are no cycles, and the report never needs torch."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,7 @@ def test_only_the_entrance_lies_at_the_top():
     for folder in {path.parent for path in MODULES} - {SOURCE}:
         text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
         assert text and len(text) > 40, f"{folder.name} does not say what it is for"
+        assert re.search("[Ii]mports|Uses the package", text), f"{folder.name} does not say what it may import"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

@@ -1,1 +1,4 @@
-"""Text: documents, tokens, packed batches. Imports runs."""
+"""Text: documents, tokens, packed batches; other data by registration.
+
+Imports runs.
+"""

@@ -1,4 +1,7 @@
-"""Gated attention: one function, one specification, as many implementations as there are devices worth it."""
+"""Gated attention: one function, one specification, as many implementations as there are devices worth it.
+
+Imports nothing else of the package.
+"""
 
 import functools
 import importlib.util

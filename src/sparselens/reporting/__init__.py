@@ -7,6 +7,8 @@
 3. figures/ draws the figures for print from the same rows.
 
 What came from a prompt, a tokenizer, a name or a file is data on the page, never markup.
+
+Imports runs, and of circuits, attribution and models what needs no torch.
 """
 
 from .page import build_page, write_page

@@ -1,1 +1,4 @@
-"""What a run leaves behind: folder, whole files, checkpoints, locks; processes that act as one. Imports none."""
+"""What a run leaves behind: its directory, whole files, checkpoints, locks; several processes that act as one.
+
+Imports nothing else of the package.
+"""

@@ -10,6 +10,8 @@ A task is a function (rng, words) -> Pair, registered under a name. Yours takes 
         return sl.Pair(f"The capital of {country} is", f"The capital of {other} is", f" {city}", f" {other_city}")
 
 Lengths, answer tokens and positions are worked out and checked for every pair before anything runs (prompts.py).
+
+Imports data.
 """
 
 from .registry import Metric, Pair, Score, Task, find, names, register_task

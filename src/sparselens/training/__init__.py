@@ -1,1 +1,4 @@
-"""Sparse models: procedure, loop, controllers that close gates, measures. Imports config, models, data and theirs."""
+"""Sparse models: the procedure, the loop under it, the controllers that close gates, what is measured on the way.
+
+Imports config, models, data and what they import.
+"""

@@ -1,1 +1,4 @@
-"""Sparse features that stand in for MLPs: module, files, losses, procedure. Imports training and what that imports."""
+"""Sparse features that stand in for MLPs: the module, its files, its losses, its evaluation, its procedure.
+
+Imports training, models, data and what they import.
+"""

@@ -1,1 +1,4 @@
-"""The figures for print, drawn from the same rows as the page. No torch."""
+"""The figures for print, drawn from the same rows as the page. No torch.
+
+Imports what reporting may.
+"""

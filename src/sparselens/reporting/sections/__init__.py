@@ -8,6 +8,8 @@ A section is two files: the module here (or anywhere else, with `register`),
     SECTION = Section("weather", "Weather", weather, lambda run: f"weather --out {run.path}", place=60)
 
 and its script, assets/weather.js (or another, named with `script`), which shows those rows (docs/report.md has one).
+
+Imports what reporting may.
 """
 
 import re
