@@ -63,10 +63,10 @@ def evaluate(
     for name, number in (("sequences", sequences), ("limit", limit)):
         if number is not None and number < 1:
             raise ValueError(f"{name}={number}: expected at least 1")
-    if behaviour is None and (prompts is not None or tasks):
-        raise ValueError("--prompts and --tasks are for --behaviour FOLDER; give it, too")
-    if not benchmarks and (questions is not None or limit is not None):
-        raise ValueError("--questions and --limit are for --benchmarks NAMES; give them, too")
+    _refuse_alone(bool(behaviour), "--prompts and --tasks are for --behaviour FOLDER; give it, too", prompts, tasks)
+    _refuse_alone(
+        bool(benchmarks), "--questions and --limit are for --benchmarks NAMES; give them, too", questions, limit
+    )
     runs, others = _sort(sources, bool(data or benchmarks or behaviour))
     if behaviour is not None and len(runs) + bool(others) > 1:
         raise ValueError("--behaviour compares the models of one Run, or models by name; leave out the others")
@@ -89,6 +89,12 @@ def evaluate(
     if json is not None:
         write_json(Path(json), rows)
     return rows
+
+
+def _refuse_alone(asked: bool, why: str, *details: object) -> None:
+    """ValueError for details of something that was not asked for."""
+    if not asked and any(details):
+        raise ValueError(why)
 
 
 def _sort(sources: list[Source], more: bool) -> tuple[list[Run], list[Source]]:
