@@ -29,11 +29,11 @@ def test_bit_by_bit(seed):
     ]
     assert torch.equal(found, torch.tensor(wanted, dtype=torch.float64).float())
     assert torch.equal(uniform(later_seed(seed, 1, 3), 1, 3, 4, 6, "cpu"), found[1:]), "a batch in parts"
-    # splitmix64 of seed and layer
-    z = (seed * 0x9E3779B97F4A7C15 + 5 * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) % 2**64
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
-    assert layer_seed(seed, 5) == (z ^ z >> 31) % 2**32
+    for layer in range(8):  # splitmix64 of seed and layer; of eight, some have every bit that a mask could lose
+        z = (seed * 0x9E3779B97F4A7C15 + layer * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) % 2**64
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        assert layer_seed(seed, layer) == (z ^ z >> 31) % 2**32
     assert [_signed(word) for word in (2**31 - 1, 2**31, 2**32 - 1, 2**32)] == [2**31 - 1, -(2**31), -1, 0]
 
 

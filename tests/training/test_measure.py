@@ -8,6 +8,7 @@ from tiny_models import tiny_model
 
 from sparselens.config import Gate, Training
 from sparselens.models.loading import add_gates
+from sparselens.runs import distributed
 from sparselens.training.controllers import Budget
 from sparselens.training.engine import discard
 from sparselens.training.loop import Stage, loss_and_density, seed_of, smaller, steering_loss, warn_if_parting
@@ -84,7 +85,7 @@ def test_training_divides_by_the_labelled_tokens(taught):
     assert loss_and_density(stage, batch, (0, 0))[1].item() == 0
 
 
-def test_too_little_memory_is_answered_with_half_as_much():
+def test_too_little_memory_is_answered_with_half_as_much(monkeypatch):
     model, tried = tiny_model("llama"), []
     most, error = 2, RuntimeError("DefaultCPUAllocator: not enough memory")
 
@@ -105,6 +106,12 @@ def test_too_little_memory_is_answered_with_half_as_much():
     with pytest.raises(RuntimeError, match="something else"):
         measure(model, Patchy(), 0, 5, micro_batch=4)
     assert tried == [4]
+    tried.clear()
+    error = RuntimeError("DefaultCPUAllocator: not enough memory")
+    monkeypatch.setattr(distributed, "world", lambda: 2)
+    with pytest.raises(RuntimeError, match="not enough memory"):
+        measure(model, Patchy(), 0, 4, micro_batch=4)
+    assert tried == [2], "of several processes none tries again alone"
 
 
 def test_positions_without_a_label_are_exactly_zero():
