@@ -184,15 +184,15 @@ def write_trace(folder: Path, rng: np.random.Generator, n_layers: int, n_heads: 
     """A dense and a sparse trace of the same prompt, with clusters, carriers, looks and a check of every edge."""
     last = len(tokens) - 1
     clusters = [
-        {"name": "opposite", "layers": [0, 1], "position": 1, "nodes": [1, 2, 3]},
-        {"name": "large", "layers": [0, n_layers - 1], "position": min(4, last), "nodes": [4, 5]},
+        {"name": "opposite", "layers": [0, 1], "positions": [1], "nodes": [1, 2, 3]},
+        {"name": "large", "layers": [0, n_layers - 1], "positions": [min(4, last)], "nodes": [4, 5]},
         {"name": "quotes", "layers": [0, n_layers - 1], "positions": [last], "nodes": [6]},
-        {"name": "small", "layers": [n_layers, n_layers], "position": last, "nodes": [7], "kind": "output"},
+        {"name": "small", "layers": [n_layers, n_layers], "positions": [last], "nodes": [7], "kind": "output"},
     ]
     for role, n_carriers in (("dense", 5), ("sparse", 2)):
         edges = []
         for source, target, weight in ((1, 3, 2.0), (0, 3, 0.7), (2, 3, -0.5), (1, 2, 0.3)):
-            key, query = (clusters[end].get("position", last) for end in (source, target))
+            key, query = (clusters[end]["positions"][0] for end in (source, target))
             links = [
                 {"layer": i % n_layers, "head": i % n_heads, "query": query, "key": key, "share": weight / n_carriers}
                 for i in range(n_carriers)
@@ -214,10 +214,10 @@ def write_trace(folder: Path, rng: np.random.Generator, n_layers: int, n_heads: 
         }
         look["terms"] = [{"query_source": HOSTILE, "key_source": "feature 5 of layer 0 at 4", "term": 3.0}]
         look["terms"].append({"query_source": "position 7", "key_source": "token 4", "term": -0.5})
-        look["closing"] = ["feature 5 of layer 0 at 4"]
+        look["closing"] = [{"source": "feature 5 of layer 0 at 4", "margin_without": -0.31}]
         trace = {
             "prompt": "".join(tokens), "tokens": tokens, "n_layers": n_layers, "n_heads": n_heads,
-            "gated": role == "sparse", "target": {"label": "small"}, "clusters": clusters, "edges": edges,
+            "gated": role == "sparse", "target": [{"label": "small"}], "clusters": clusters, "edges": edges,
             "completeness_error": 2e-6, "scores": {"replacement": 0.7, "completeness": 0.8},
             "agreement": {"pearson": 0.98, "spearman": 0.9, "n": 4}, "looks": [look],
         }  # fmt: skip

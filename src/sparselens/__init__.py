@@ -32,7 +32,7 @@ _HOMES = {
     "report": "serving.publish",
     "save": "models.loading",
     "sparsify": "training.sparsify",
-    "studio": "serving.studio",
+    "studio": "serving.serve",
     "trace": "attribution.trace",
     "transcode": "transcoders.transcode",
 }
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from .models.loading import save as save
     from .runs.run import Run as Run
     from .serving.publish import report as report
-    from .serving.studio import studio as studio
+    from .serving.serve import studio as studio
     from .tasks import Pair as Pair
     from .tasks import Task as Task
     from .tasks import register_task as register_task

@@ -66,7 +66,7 @@ def test_closed_edges_are_not_there():
     patcher = AttentionPatcher(decoder, prompts)
     assert 0 < row["n_alive"] < row["n_edges"] == 2 * 4 * 36
     opened = np.zeros(patcher.shape, bool)
-    for _, _, clean, corrupted in patcher._parts():
+    for _, _, clean, corrupted in patcher._parts(prompts):
         seen: list = []
         decoder.run(clean, keep_in(seen))
         for layer, ((now, _), (then, _)) in enumerate(zip(seen, corrupted, strict=True)):

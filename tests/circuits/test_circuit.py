@@ -11,7 +11,6 @@ from sparselens.circuits.faithfulness import (
     Curve,
     check_spread,
     log_sizes,
-    mean_multiplier,
     mib_areas,
     multiplier,
     refine,
@@ -161,12 +160,12 @@ def test_multiplier_is_paired():
 def test_mean_multiplier():
     effects = np.linspace(0.1, 1.0, 19)
     sparse, dense = (make_curve(factor * np.arange(1, 20) ** 2, effects) for factor in (1, 3))
-    found = mean_multiplier(dense, sparse)
+    found = multiplier(dense, sparse, None)
     assert found["multiplier"] == pytest.approx(3) == found["low"] == found["high"] and found["n_prompts"] == 40
     sizes = [dense.edges_at(level) for level in (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)]
     assert found["dense_edges"] == pytest.approx(np.exp(np.log(sizes).mean()))
     with pytest.raises(ValueError, match="different prompts"):
-        mean_multiplier(dense, make_curve([1, 2], [0, 1.0], n=7))
+        multiplier(dense, make_curve([1, 2], [0, 1.0], n=7), None)
 
 
 def test_a_curve_that_stays_just_below_a_threshold():
@@ -174,7 +173,7 @@ def test_a_curve_that_stays_just_below_a_threshold():
     dense = make_curve([1, 10, 100, 1000], [0.1, 0.89, 0.89, 1.0])
     sparse = make_curve([1, 10, 100, 1000], [0.1, 0.91, 0.91, 1.0])
     assert multiplier(dense, sparse, 0.9)["multiplier"] == 100
-    assert mean_multiplier(dense, sparse)["multiplier"] == pytest.approx(100 ** (1 / 10))
+    assert multiplier(dense, sparse, None)["multiplier"] == pytest.approx(100 ** (1 / 10))
 
 
 def test_areas():

@@ -161,7 +161,7 @@ def test_shares_of_what_changes_at_a_reader(family):
     c = decoder.components
     clean, corrupted = decoder.begin(prompts.clean), decoder.begin(prompts.corrupted)
     found = torch.zeros(c.n_writers, c.n_writers, dtype=torch.float64)
-    _writer_products(decoder, _differences(decoder, clean, corrupted, _writes(decoder, corrupted)), found)
+    _writer_products(decoder, _differences(decoder, prompts, clean, corrupted, _writes(decoder, corrupted)), found)
     runs = [run_nodes(decoder, x) for x in (clean, corrupted)]
     changes = [runs[0].embedding - runs[1].embedding]
     for layer in range(c.n_layers):

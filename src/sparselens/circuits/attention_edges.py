@@ -20,13 +20,15 @@ from ..gating import allowed_pairs
 from ..models.decoder import Decoder
 from ..runs import distributed
 from ..tasks.prompts import Prompts, of_common_length
-from .faithfulness import THRESHOLDS, Curve, NoEffect, log_sizes, refined_curve
+from .faithfulness import Curve, NoEffect, log_sizes, refined_curve
+from .rows import Reading
 
+Attended = tuple[Tensor, Tensor]  # weights and values of a layer
 POINTS = 5  # masks at which gradients are taken
 MOST = 2000  # edges to list, best first
 
 
-def keep_in(kept: list[tuple[Tensor, Tensor]]) -> Callable[[int, Tensor, Tensor], Tensor]:
+def keep_in(kept: list[Attended]) -> Callable[[int, Tensor, Tensor], Tensor]:
     """Plain attention that leaves every layer's (weights, values) in `kept`."""
 
     def mix(layer: int, weights: Tensor, values: Tensor) -> Tensor:
@@ -51,7 +53,7 @@ class AttentionPatcher:
         logits = 60 * self.prompts.position.shape[1] * decoder.vocabulary
         self.at_once = max(1, int(memory_mb * 2**20 / (patterns + logits)))
 
-    def run(self, masks: "np.ndarray | Tensor", progress: Callable[[int], None] = lambda n: None) -> Tensor:
+    def run(self, masks: np.ndarray | Tensor, progress: Callable[[int], None] = lambda n: None) -> Tensor:
         """The metric of every circuit on every prompt: masks [circuits, layer, head, query, key] -> [circuits, n].
 
         Several processes share the circuits; and the prompts, for the scores.
@@ -59,7 +61,7 @@ class AttentionPatcher:
         masks = torch.as_tensor(masks).float()
         out = torch.zeros(len(masks), len(self.prompts), dtype=torch.float64)
         with torch.no_grad():
-            for some, part, clean, corrupted in self._parts():
+            for some, part, clean, corrupted in self._parts(self.prompts):
                 for i, mask in distributed.mine(list(enumerate(masks))):
                     out[i, some] = self._metric(mask.to(clean), part, clean, corrupted).cpu()
                     if some.stop >= len(self.prompts):
@@ -69,9 +71,8 @@ class AttentionPatcher:
     def scores(self) -> np.ndarray:
         """[layer, head, query, key] fp64, averaged over prompts: positive where the edge raises the metric."""
         total = torch.zeros(self.shape, dtype=torch.float64)
-        for _, part, clean, corrupted in self._parts(
-            self.prompts.take(slice(distributed.rank(), None, distributed.world()))
-        ):
+        own = self.prompts.take(slice(distributed.rank(), None, distributed.world()))
+        for _, part, clean, corrupted in self._parts(own):
             for i in range(POINTS):
                 mask = torch.full(self.shape, (i + 0.5) / POINTS, dtype=clean.dtype, device=clean.device)
                 mask.requires_grad_()
@@ -86,27 +87,24 @@ class AttentionPatcher:
     def weights(self) -> np.ndarray:
         """[layer, head, query, key]: what every edge weighs (softmax * gate) on the clean prompts, on average."""
         total = torch.zeros(self.shape, dtype=torch.float64)
-        for _, _, clean, _ in self._parts():
-            kept: list[tuple[Tensor, Tensor]] = []
+        for _, _, clean, _ in self._parts(self.prompts):
+            kept: list[Attended] = []
             self.decoder.run(clean, keep_in(kept))
             total += torch.stack([weights.double().sum(0).cpu() for weights, _ in kept])
         return (total / len(self.prompts)).numpy()
 
-    def _parts(
-        self, prompts: Prompts | None = None
-    ) -> Iterator[tuple[slice, Prompts, Tensor, list[tuple[Tensor, Tensor]]]]:
-        """Prompts, their embeddings, and what the corrupted run attends to (weights, values) in every layer."""
-        prompts = self.prompts if prompts is None else prompts  # an empty share of them is a share
+    def _parts(self, prompts: Prompts) -> Iterator[tuple[slice, Prompts, Tensor, list[Attended]]]:
+        """Prompts, their embeddings, and what the corrupted run attends to in every layer."""
         for first in range(0, len(prompts), self.at_once):
             some = slice(first, first + self.at_once)
             part = prompts.take(some)
             clean, other = (self.decoder.begin(ids) for ids in (part.clean, part.corrupted))
-            corrupted: list[tuple[Tensor, Tensor]] = []
+            corrupted: list[Attended] = []
             with torch.no_grad():
                 self.decoder.run(other, keep_in(corrupted))
             yield some, part, clean, corrupted
 
-    def _metric(self, mask: Tensor, part: Prompts, x: Tensor, corrupted: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def _metric(self, mask: Tensor, part: Prompts, x: Tensor, corrupted: list[Attended]) -> Tensor:
         def mix(layer: int, weights: Tensor, values: Tensor) -> Tensor:
             old_weights, old_values = corrupted[layer]
             return (mask[layer] * weights) @ values + ((1 - mask[layer]) * old_weights) @ old_values
@@ -115,19 +113,14 @@ class AttentionPatcher:
 
 
 def attention_curve(
-    decoder: Decoder,
-    scoring: Prompts,
-    heldout: Prompts,
-    points: int,
-    memory_mb: float,
+    decoder: Decoder, scoring: Prompts, heldout: Prompts, points: int, memory_mb: float,
     progress: Callable[[int], None] = lambda n: None,
-) -> tuple[Curve, dict[str, Any]]:
+) -> tuple[Curve, Reading]:  # fmt: skip
     """Explained effect of the best n attention edges on held-out prompts, and the row for `discover --json`.
 
     NoEffect where the halves share too few prompts of one length.
     """
     scoring, heldout = of_common_length(scoring, heldout)
-    length = heldout.clean.shape[1]
     if min(len(scoring), len(heldout)) < 2:
         raise NoEffect(
             f"of the most common length there are {len(scoring)} prompts for scoring and {len(heldout)} held out; "
@@ -150,12 +143,10 @@ def attention_curve(
     found = refined_curve(log_sizes(alive, points).tolist() if alive else [], run, whole, nothing, n_edges)
     weights = patcher.weights()
     places = [np.unravel_index(at, scores.shape) for at in order[:MOST]]
-    row = {
-        "n_prompts": len(heldout), "length": length, "example": heldout.pairs[0].clean,
+    row: Any = {
+        **found.reading(), "n_edges": n_edges, "n_alive": alive,
+        "length": heldout.clean.shape[1], "example": heldout.pairs[0].clean,
         "tokens": [heldout.piece(int(token)) for token in heldout.clean[0]],
-        "n_edges": n_edges, "n_alive": alive, "m_model": float(whole.mean()), "m_nothing": float(nothing.mean()),
-        "curve": found.row(), "edges_at": {str(t): found.edges_at(t) for t in THRESHOLDS},
-        "edges_at_interval": {str(t): list(found.edges_interval(t)) for t in THRESHOLDS},
         # Best first: a point of the curve is the first so many of them.
         "columns": ["layer", "head", "query", "key", "score", "weight"],
         "circuit": [[*map(int, at), float(scores[at]), float(weights[at])] for at in places],

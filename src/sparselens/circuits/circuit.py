@@ -10,7 +10,7 @@ import numpy as np
 from ..models.component_graph import Components
 from ..runs.run import read_json, reading, write_bytes
 from .faithfulness import Curve
-from .rows import Overlap, Results
+from .rows import Results
 
 
 @dataclass
@@ -34,20 +34,16 @@ class Circuit:
         """(name, score) of the edges in the circuit, largest first."""
         rows, columns = np.nonzero(self.mask)
         order = np.argsort(-np.abs(self.scores[rows, columns]), kind="stable")
-        names = self.components
-        return [
-            (f"{names.writers[columns[i]]}->{names.readers[rows[i]]}", float(self.scores[rows[i], columns[i]]))
-            for i in order
-        ]
+        places = zip(rows[order], columns[order], strict=True)
+        return [(self._name(reader, writer), float(self.scores[reader, writer])) for reader, writer in places]
+
+    def _name(self, reader: int, writer: int) -> str:
+        return f"{self.components.writers[writer]}->{self.components.readers[reader]}"
 
     @property
     def nodes(self) -> list[str]:
         """Heads and MLPs in the circuit."""
-        return [name for name, alive in zip(self.components.writers, self._written(), strict=True) if alive][1:]
-
-    def _written(self) -> np.ndarray:
-        """[writers] bool: somebody in the circuit reads it."""
-        return np.asarray(self.mask.any(0))
+        return [self.components.writers[writer] for writer in np.flatnonzero(self.mask.any(0))][1:]
 
     def at(self, n: int, selection: str = "top", absolute: bool = True) -> "Circuit":
         """The circuit of the n best edges, dead ends removed."""
@@ -58,28 +54,18 @@ class Circuit:
         """Flat indices of all edges in the order in which `selection` takes them."""
         if selection not in ("top", "greedy", "heads"):
             raise ValueError(f"selection={selection!r}: expected 'top', 'greedy' or 'heads'")
-        order: np.ndarray = getattr(self.components, selection)(self.scores, absolute)
-        return order
+        return np.asarray(getattr(self.components, selection)(self.scores, absolute))
 
     def to_mib(self) -> dict[str, Any]:
         """MIB's (and EAP-IG's) graph JSON."""
         c = self.components
-        alive = self._written()
+        sizes = {"n_layers": c.n_layers, "n_heads": c.n_heads, "parallel_attn_mlp": c.parallel, "d_model": self.d_model}
+        nodes = {name: {"in_graph": bool(self.mask[:, i].any())} for i, name in enumerate(c.writers)}
         edges = {
-            f"{c.writers[w]}->{c.readers[r]}": {"score": float(self.scores[r, w]), "in_graph": bool(self.mask[r, w])}
+            self._name(r, w): {"score": float(self.scores[r, w]), "in_graph": bool(self.mask[r, w])}
             for r, w in zip(*np.nonzero(c.possible), strict=True)
         }
-        return {
-            "cfg": {
-                "n_layers": c.n_layers,
-                "n_heads": c.n_heads,
-                "parallel_attn_mlp": c.parallel,
-                "d_model": self.d_model,
-            },
-            "nodes": {name: {"in_graph": bool(alive[i])} for i, name in enumerate(c.writers)}
-            | {"logits": {"in_graph": True}},
-            "edges": edges,
-        }
+        return {"cfg": sizes, "nodes": nodes | {"logits": {"in_graph": True}}, "edges": edges}
 
     @classmethod
     def from_mib(cls, value: dict[str, Any]) -> "Circuit":
@@ -105,11 +91,7 @@ class Circuit:
             return cls.from_mib(read_json(Path(path)))
 
 
-def overlap(a: np.ndarray, b: np.ndarray) -> Overlap:
-    """Shared edges of two circuits of the same graph, given as masks."""
-    shared = int((a & b).sum())
-    return {
-        "shared": shared,
-        "jaccard": shared / max(int((a | b).sum()), 1),
-        "of_smaller": shared / max(min(int(a.sum()), int(b.sum())), 1),
-    }
+def overlap(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
+    """Shared edges of two circuits of the same graph, given as masks: number, over the union, over the smaller."""
+    shared, union, smaller = int((a & b).sum()), int((a | b).sum()), min(int(a.sum()), int(b.sum()))
+    return {"shared": shared, "jaccard": shared / max(union, 1), "of_smaller": shared / max(smaller, 1)}

@@ -2,23 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from .. import tasks as registry
 from ..config import Search
-from ..models.loading import resolve
+from ..models.loading import Source, resolve
 from ..runs.run import Run, check_folder, check_writable, provenance, write_json
 from .circuit import Circuit, overlap
 from .discover import discover_on, prepare, split
 from .faithfulness import NoEffect, multipliers
 from .rows import MEAN, Multipliers, TaskRow, wording
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from ..models.loading import Source
 
 # The control shows what sparsity alone buys: against a dense model that has had the same training.
 BASELINES = {"dense": "", "control": " (ctrl)"}  # what the sparse model is set against; how a table says so
@@ -31,12 +27,12 @@ class Comparison(dict[str, Any]):
 
 
 def compare(
-    dense: "Source",
-    sparse: "Source",
+    dense: Source,
+    sparse: Source,
     tasks: str | Sequence[str | registry.Task] = ("ioi",),
     *,
-    control: "Source | None" = None,
-    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    control: Source | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     settings: Search | None = None,
     names: tuple[str, str] = ("dense", "sparse"),
     out: str | Path | None = None,
@@ -73,9 +69,8 @@ def compare(
         try:
             for role, model in models.items():
                 say(f"{name}: {role}")
-                circuits[role] = discover_on(
-                    model, name, scoring, heldout, settings, show_progress=show_progress, say=say
-                )
+                prompts = name, scoring, heldout
+                circuits[role] = discover_on(model, *prompts, settings, show_progress=show_progress, say=say)
         except NoEffect as error:
             if len(found) == 1:
                 raise
@@ -86,7 +81,13 @@ def compare(
         result.circuits[name] = circuits
     if not result["tasks"]:
         raise NoEffect("no task is left: " + "; ".join(result["left_out"].values()))
-    _write(result, folder, file)
+    if file is not None:
+        write_json(file, {task: row["multipliers"] for task, row in result["tasks"].items()})
+    if folder is not None:
+        write_json(folder / "results.json", result | {"provenance": provenance()})
+        for task, circuits in result.circuits.items():
+            for role, circuit in circuits.items():
+                circuit.save(folder / f"circuit-{task}-{role}.json")
     return result
 
 
@@ -100,31 +101,19 @@ def _found(tasks: str | Sequence[str | registry.Task]) -> list[registry.Task]:
     return found
 
 
-def _control(sparse: "Source") -> Path | None:
+def _control(sparse: Source) -> Path | None:
     """The matched control of a sparse Run."""
     folder = sparse.path if isinstance(sparse, Run) else sparse
     control = Path(folder) / "control" / "model" if isinstance(folder, str | Path) else None
     return control if control is not None and control.is_dir() else None
 
 
-def _write(result: Comparison, folder: Path | None, file: Path | None) -> None:
-    if file is not None:
-        write_json(file, {task: row["multipliers"] for task, row in result["tasks"].items()})
-    if folder is not None:
-        write_json(folder / "results.json", result | {"provenance": provenance()})
-        for task, circuits in result.circuits.items():
-            for role, circuit in circuits.items():
-                circuit.save(folder / f"circuit-{task}-{role}.json")
-
-
 def _row(circuits: dict[str, Circuit], seed: int) -> TaskRow:
     dense, sparse = circuits["dense"], circuits["sparse"]
     found: Multipliers = {}
     for reading, ours in sparse.curves.items():
-        for baseline in BASELINES:
-            theirs = circuits[baseline].curves.get(reading) if baseline in circuits else None
-            if theirs is not None:
-                found.setdefault(reading, {})[baseline] = multipliers(theirs, ours, seed)
+        for baseline in (role for role in BASELINES if role in circuits and reading in circuits[role].curves):
+            found.setdefault(reading, {})[baseline] = multipliers(circuits[baseline].curves[reading], ours, seed)
     return {
         "overlap": overlap(dense.mask, sparse.mask) if dense.mask.shape == sparse.mask.shape else None,
         "models": {role: circuit.results for role, circuit in circuits.items()},

@@ -10,62 +10,49 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from .. import tasks
 from ..config import Search
 from ..models.architectures import base_model, dimensions, mlp_width
 from ..models.decoder import Decoder
-from ..models.loading import is_gated, name_of, resolve
+from ..models.loading import Source, is_gated, name_of, resolve
 from ..runs import distributed
 from ..runs.run import check_folder, check_writable, provenance, write_json
 from ..tasks.prompts import Prompts, build
 from .attention_edges import attention_curve
 from .circuit import Circuit
-from .faithfulness import (
-    MIB_FRACTIONS,
-    ROUNDS,
-    THRESHOLDS,
-    Curve,
-    NoEffect,
-    check_spread,
-    log_sizes,
-    mib_areas,
-    refine,
-    refined_curve,
-)
+from .faithfulness import MIB_FRACTIONS, Curve, NoEffect, check_spread, log_sizes, mib_areas, refined_curve
 from .heads import HeadPatcher, open_edges
-from .rows import CurveRow, OpenEdges, Reading, Results
+from .rows import CurveRow, Reading, Results
 from .run import Patcher
-from .scores import MOST_EXACT, eap, estimate_memory, exact
+from .scores import check_exact, eap, estimate_memory, exact
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from ..models.loading import Source
-
+Say = Callable[[str], None]
 FEWEST = 4  # prompts the model must get right
 MOST_LISTED = 5000  # edges of a circuit in its row; circuit.json has all of them
 
 
 def discover(
-    source: "Source",
-    tokenizer: "PreTrainedTokenizerBase | None" = None,
-    task: "str | Path | tasks.Task" = "ioi",
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    task: str | Path | tasks.Task = "ioi",
     method: str | None = None,
     *,
     settings: Search | None = None,
     out: str | Path | None = None,
     json: str | Path | None = None,
     show_progress: bool = False,
-    say: Callable[[str], None] = print,
+    say: Say = print,
     **changes: Any,
 ) -> Circuit:
     """The circuit with which a model does a task, with everything measured about it in `.results`.
@@ -121,26 +108,18 @@ def table(results: Results) -> str:
 
 
 def prepare(
-    models: list[nn.Module],
-    tokenizer: "PreTrainedTokenizerBase",
-    task: tasks.Task,
-    settings: Search,
-    say: Callable[[str], None],
+    models: list[nn.Module], tokenizer: PreTrainedTokenizerBase, task: tasks.Task, settings: Search, say: Say
 ) -> Prompts:
     """Checked pairs that all the models get right, at most twice `settings.prompts`."""
-    for model in models:
-        check_size(model, settings)
+    for model in models if settings.method == "exact" else ():
+        check_exact(Decoder(model).components.n_edges)  # before anything is computed
     config = base_model(models[0]).config
     wanted = 2 * settings.prompts
     prompts = build(task, tokenizer, wanted + wanted // 4, settings.seed, dimensions(config).max_tokens, say)
     if int(torch.stack([prompts.clean.max(), prompts.corrupted.max()]).max()) >= config.vocab_size:
         raise ValueError("the tokenizer has tokens this model does not know; load both from the same place")
-    modes = [model.training for model in models]
-    try:
-        right = torch.stack([answered(model.eval(), prompts) for model in models]).all(0)
-    finally:
-        for model, mode in zip(models, modes, strict=True):
-            model.train(mode)
+    with _evaluating(*models):
+        right = torch.stack([answered(model, prompts) for model in models]).all(0)
     right = distributed.total(right.int()) == distributed.world()  # the same prompts everywhere
     n_right = int(right.sum())
     if len(prompts) < FEWEST:
@@ -151,19 +130,20 @@ def prepare(
             "do the task"
         )
     say(f"{task.name}: right on {n_right} of {len(prompts)} prompts; the others are left out")
-    kept = prompts.take(right)
-    return kept.take(slice(0, wanted))
+    return prompts.take(right).take(slice(0, wanted))
 
 
-def check_size(model: nn.Module, settings: Search) -> None:
-    """Refuse exact patching of a big graph before anything is computed."""
-    if settings.method == "exact":
-        n_edges = Decoder(model).components.n_edges
-        if n_edges > MOST_EXACT:
-            raise ValueError(
-                f"exact patching would need {n_edges:,} forward passes over all prompts (at most {MOST_EXACT:,}); "
-                "use --method eap-ig"
-            )
+@contextmanager
+def _evaluating(*models: nn.Module) -> Iterator[None]:
+    """Models in evaluation mode, afterwards as they were."""
+    modes = [model.training for model in models]
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for model, mode in zip(models, modes, strict=True):
+            model.train(mode)
 
 
 def split(prompts: Prompts) -> tuple[Prompts, Prompts]:
@@ -184,189 +164,153 @@ def answered(model: nn.Module, prompts: Prompts, at_once: int = 32) -> torch.Ten
 
 
 def discover_on(
-    model: nn.Module,
-    name: str,
-    scoring: Prompts,
-    heldout: Prompts,
-    settings: Search,
-    *,
-    show_progress: bool = False,
-    say: Callable[[str], None] = print,
-) -> Circuit:
+    model: nn.Module, name: str, scoring: Prompts, heldout: Prompts, settings: Search, *,
+    show_progress: bool = False, say: Say = print,
+) -> Circuit:  # fmt: skip
     """Score, select and measure on prompts that are already chosen."""
-    was_training = model.training
-    model.eval()
-    try:
-        return _discover(model, name, scoring, heldout, settings, show_progress, say)
-    finally:
-        model.train(was_training)
+    with _evaluating(model):
+        return _Discovery(model, name, scoring, heldout, settings, show_progress, say).circuit()
 
 
-def _discover(
-    model: nn.Module,
-    name: str,
-    scoring: Prompts,
-    heldout: Prompts,
-    settings: Search,
-    show_progress: bool,
-    say: Callable[[str], None],
-) -> Circuit:
-    began = time.perf_counter()
-    decoder = Decoder(model)
-    patcher = Patcher(decoder, heldout, settings.ablation, settings.memory_mb)
-    check_spread(patcher.m_model.numpy(), patcher.m_nothing.numpy(), name)
-    scores = _scores(decoder, scoring, settings, show_progress, say)
-    scored = time.perf_counter()
+@dataclasses.dataclass
+class _Discovery:
+    """One model on one task, step by step."""
 
-    c = decoder.components
-    circuit = Circuit(c, scores, c.possible, decoder.dims.d_model)
-    order = circuit.order(settings.selection, not settings.signed)
-    curve, areas, asked = _curve(patcher, order, settings, show_progress)
-    circuit.curves["components"], circuit.mask = curve, c.prune(c.mask(order[: asked[curve.edges_at(0.9)]]))
-    drawn = time.perf_counter()
+    model: nn.Module
+    name: str
+    scoring: Prompts
+    heldout: Prompts
+    settings: Search
+    show_progress: bool
+    say: Say
 
-    config = base_model(model).config
-    readings = {"components": _components(patcher, circuit, areas, settings, show_progress)}
-    found: Results = {
-        "task": name, "metric": heldout.metric, "model": str(config._name_or_path or config.model_type),
-        "sparse": is_gated(base_model(model)), "settings": dataclasses.asdict(settings),
-        "n_prompts_scoring": len(scoring), "n_layers": c.n_layers, "n_heads": c.n_heads, "readings": readings,
-        "seconds": {},
-    }  # fmt: skip
-    if settings.heads:
+    def circuit(self) -> Circuit:
+        began = time.perf_counter()
+        settings, decoder = self.settings, Decoder(self.model)
+        patcher = Patcher(decoder, self.heldout, settings.ablation, settings.memory_mb)
+        check_spread(patcher.m_model.numpy(), patcher.m_nothing.numpy(), self.name)
+        scores = self.scores(decoder)
+        scored = time.perf_counter()
+
+        c = decoder.components
+        circuit = Circuit(c, scores, c.possible, decoder.dims.d_model)
+        order = circuit.order(settings.selection, not settings.signed)
+        curve, areas, asked = self.curve(patcher, order)
+        circuit.curves["components"], circuit.mask = curve, c.prune(c.mask(order[: asked[curve.edges_at(0.9)]]))
+        drawn = time.perf_counter()
+
+        config = base_model(self.model).config
+        found: Results = {
+            "task": self.name, "metric": self.heldout.metric, "model": str(config._name_or_path or config.model_type),
+            "sparse": is_gated(base_model(self.model)), "settings": dataclasses.asdict(settings),
+            "n_prompts_scoring": len(self.scoring), "n_layers": c.n_layers, "n_heads": c.n_heads,
+            "readings": {"components": self.components(patcher, circuit, areas)}, "seconds": {},
+        }  # fmt: skip
+        if settings.heads:
+            self.heads(circuit, found)
+        if settings.tokens:
+            self.tokens(decoder, circuit, found)
+        if found["sparse"]:
+            found["open_edges"] = open_edges(self.model, self.heldout)
+        times = {"scoring": scored - began, "curve": drawn - scored, "rest": time.perf_counter() - drawn}
+        found["seconds"] = {part: round(seconds, 1) for part, seconds in times.items()}
+        circuit.results = found
+        return circuit
+
+    def bar(self, what: str, unit: str = "circuit", total: int | None = None) -> Any:
+        return tqdm(total=total, desc=what, unit=unit, disable=not self.show_progress)
+
+    def scores(self, decoder: Decoder) -> np.ndarray:
+        settings, prompts, n_edges = self.settings, self.scoring, decoder.components.n_edges
+        if settings.method == "exact":
+            patcher = Patcher(decoder, prompts, settings.ablation, settings.memory_mb)
+            with self.bar("patching", "edge", n_edges) as bar:
+                return exact(patcher, bar.update)
+        steps = settings.steps if settings.method == "eap-ig" else 0
+        n, tokens = prompts.clean.shape
+        shape = tokens, prompts.position.shape[1], decoder.config.vocab_size, decoder.gates is not None
+        one = estimate_memory(decoder.dims, mlp_width(decoder.config), 1, *shape)
+        at_once = max(1, min(n, int(settings.memory_mb * 2**20 / one.total)))
+        need = estimate_memory(decoder.dims, mlp_width(decoder.config), at_once, *shape)
+        self.say(f"scoring {n_edges:,} edges on {n} prompts needs about {need}")
+        with self.bar("scoring", "prompt", n * max(steps, 1)) as bar:
+            return eap(decoder, prompts, steps, at_once, bar.update, settings.path, settings.ablation)
+
+    def curve(self, patcher: Patcher, order: np.ndarray) -> tuple[Curve, dict[str, float], dict[int, int]]:
+        """(curve, MIB's areas, edges really in -> edges asked for)."""
+        c, n_edges, points = patcher.decoder.components, len(order), self.settings.points
+        # Dead ends make a circuit smaller than what was asked for: look for the sizes that come out evenly spaced.
+        true = {int(n): int(c.prune(c.mask(order[:n])).sum()) for n in log_sizes(n_edges, 10 * points)}
+        asked = [min(true, key=lambda n: abs(np.log((true[n] + 0.1) / size))) for size in log_sizes(n_edges, points)]
+        mib = [max(1, round(share * n_edges)) for share in MIB_FRACTIONS]
+        m_model, m_nothing = patcher.m_model.numpy(), patcher.m_nothing.numpy()
+        sizes: dict[int, int] = {n_edges: n_edges}  # edges asked for -> edges really in
+        with self.bar("curve") as bar:
+
+            def run(new: list[int]) -> np.ndarray:
+                masks = [c.prune(c.mask(order[:n])) for n in new]
+                sizes.update((n, int(mask.sum())) for n, mask in zip(new, masks, strict=True))
+                return patcher.run(np.stack(masks), bar.update).numpy()
+
+            by_asked = refined_curve([*asked, *mib], run, m_model, m_nothing, n_edges)
+        measured = dict(zip(by_asked.edges.tolist()[1:], by_asked.metrics[1:], strict=True))  # but for no edge at all
+        nothing, model = patcher.m_nothing.mean().item(), patcher.m_model.mean().item()
+        effects = np.array([(measured[n].mean() - nothing) / (model - nothing) for n in mib])
+        curve = Curve(np.array([sizes[n] for n in measured]), by_asked.metrics[1:], m_model, m_nothing)
+        return curve, mib_areas(effects), {sizes[n]: n for n in sorted(measured, reverse=True)}
+
+    def components(self, patcher: Patcher, circuit: Circuit, areas: dict[str, float]) -> Reading:
+        """The row of the component graph."""
+        c, curve = circuit.components, circuit.curves["components"]
+        scores = circuit.scores[c.possible]
+        row = curve.reading(self.settings.seed) | areas | {
+            "n_edges": c.n_edges, "n_edges_scored": int(np.isfinite(scores).sum()),
+            "n_edges_zero": int((scores == 0).sum()), "checks": patcher.checks, "area_log": curve.area_log(),
+            "circuit": [[edge, score] for edge, score in circuit.edges[:MOST_LISTED]],
+        }  # fmt: skip
+        if self.settings.random_control:
+            row["random"] = self.random(patcher, curve)
+        return cast(Reading, row)
+
+    def random(self, patcher: Patcher, curve: Curve) -> CurveRow:
+        """Random circuits (made of whole paths) at up to six sizes of the curve: slow, as they reach every part."""
+        c, rng = patcher.decoder.components, np.random.default_rng(self.settings.seed)
+        sizes = curve.edges[curve.edges > 0][:-1]
+        sizes = sizes[np.unique(np.linspace(0, len(sizes) - 1, 6).round().astype(int))]
+        masks = [c.random_circuit(int(n), rng) for n in sizes]
+        with self.bar("random", total=len(masks)) as bar:
+            values = patcher.run(np.stack(masks), bar.update).numpy()
+        edges = np.array([int(mask.sum()) for mask in masks] + [c.n_edges])
+        metrics = np.concatenate([values, curve.m_model[None]])
+        return Curve(edges, metrics, curve.m_model, curve.m_nothing).row(self.settings.seed)
+
+    def heads(self, circuit: Circuit, found: Results) -> None:
+        """The best heads, and the explained effect of keeping n of them."""
+        ranking = circuit.components.rank_heads(circuit.scores)
+        patcher = HeadPatcher(self.model, self.heldout)
+        m_model, m_nothing = patcher.run([ranking, []]).numpy()
         try:
-            ranking, heads = _heads(model, circuit, heldout, settings, show_progress)
-            found["heads_at"] = {str(t): heads.edges_at(t) for t in THRESHOLDS}
-            found["heads"] = ranking[: heads.edges_at(0.9)]
-            found["heads_curve"] = heads.row(settings.seed)
+            check_spread(m_model, m_nothing, "heads")
         except NoEffect as error:
-            say(f"{name}: no heads: {error}")
-    if settings.tokens:
-        with tqdm(desc="tokens", unit="circuit", disable=not show_progress) as bar:
-            sizes = (settings.points, settings.memory_mb)
-            try:
-                by_token, row = attention_curve(decoder, scoring, heldout, *sizes, bar.update)
-                check_spread(by_token.m_model, by_token.m_nothing, "by token")
-                circuit.curves["corrupted"], readings["corrupted"] = by_token, cast(Reading, row)
-            except NoEffect as error:
-                say(f"{name}: no circuit by token: {error}")
-    if found["sparse"]:
-        found["open_edges"] = cast(OpenEdges, open_edges(model, heldout))
-    found["seconds"] = {
-        "scoring": round(scored - began, 1), "curve": round(drawn - scored, 1),
-        "rest": round(time.perf_counter() - drawn, 1),
-    }  # fmt: skip
-    circuit.results = found
-    return circuit
+            return self.say(f"{self.name}: no heads: {error}")
+        sizes = log_sizes(len(ranking), min(self.settings.points, 10)).tolist()
+        with self.bar("heads", "set") as bar:
 
+            def run(new: list[int]) -> np.ndarray:
+                return patcher.run([ranking[:n] for n in new], bar.update).numpy()
 
-def _components(
-    patcher: Patcher, circuit: Circuit, areas: dict[str, float], settings: Search, show_progress: bool
-) -> Reading:
-    """The row of the component graph."""
-    c, curve = circuit.components, circuit.curves["components"]
-    scores = circuit.scores[c.possible]
-    row: dict[str, Any] = {
-        "n_prompts": len(patcher.m_model),
-        "n_edges": c.n_edges,
-        "n_edges_scored": int(np.isfinite(scores).sum()),
-        "n_edges_zero": int((scores == 0).sum()),
-        "m_model": float(patcher.m_model.numpy().mean()),
-        "m_nothing": float(patcher.m_nothing.numpy().mean()),
-        "checks": patcher.checks,
-        "curve": curve.row(settings.seed),
-        "edges_at": {str(t): curve.edges_at(t) for t in THRESHOLDS},
-        "edges_at_interval": {str(t): list(curve.edges_interval(t, settings.seed)) for t in THRESHOLDS},
-        "area_log": curve.area_log(),
-        **areas,
-        "circuit": [[edge, score] for edge, score in circuit.edges[:MOST_LISTED]],
-    }
-    if settings.random_control:
-        row["random"] = _random(patcher, curve, settings, show_progress)
-    return cast(Reading, row)
+            curve = refined_curve(sizes, run, m_model, m_nothing, len(ranking))
+        found["heads_at"] = curve.at_thresholds()
+        found["heads"] = [f"a{layer}.h{head}" for layer, head in ranking[: curve.edges_at(0.9)]]
+        found["heads_curve"] = curve.row(self.settings.seed)
 
-
-def _scores(
-    decoder: Decoder, prompts: Prompts, settings: Search, show_progress: bool, say: Callable[[str], None]
-) -> np.ndarray:
-    if settings.method == "exact":
-        patcher = Patcher(decoder, prompts, settings.ablation, settings.memory_mb)
-        with tqdm(total=decoder.components.n_edges, desc="patching", unit="edge", disable=not show_progress) as bar:
-            return exact(patcher, bar.update)
-    steps = settings.steps if settings.method == "eap-ig" else 0
-    n, tokens = prompts.clean.shape
-    shape = tokens, prompts.position.shape[1], decoder.config.vocab_size, decoder.gates is not None
-    one = estimate_memory(decoder.dims, mlp_width(decoder.config), 1, *shape)
-    at_once = max(1, min(n, int(settings.memory_mb * 2**20 / one.total)))
-    need = estimate_memory(decoder.dims, mlp_width(decoder.config), at_once, *shape)
-    say(f"scoring {decoder.components.n_edges:,} edges on {n} prompts needs about {need}")
-    with tqdm(total=n * max(steps, 1), desc="scoring", unit="prompt", disable=not show_progress) as bar:
-        return eap(decoder, prompts, steps, at_once, bar.update, settings.path, settings.ablation)
-
-
-def _curve(
-    patcher: Patcher, order: np.ndarray, settings: Search, show_progress: bool
-) -> tuple[Curve, dict[str, float], dict[int, int]]:
-    """(curve, MIB's areas, edges really in -> edges asked for)."""
-    c = patcher.decoder.components
-    n_edges = len(order)
-    # Dead ends make a circuit smaller than what was asked for: look for the sizes that come out evenly spaced.
-    true = {int(n): int(c.prune(c.mask(order[:n])).sum()) for n in log_sizes(n_edges, 10 * settings.points)}
-    asked = []
-    for size in log_sizes(n_edges, settings.points):
-        distance = {n: abs(np.log((count + 0.1) / size)) for n, count in true.items()}
-        asked.append(min(distance, key=distance.__getitem__))
-    mib = [max(1, round(share * n_edges)) for share in MIB_FRACTIONS]
-    m_model, m_nothing = patcher.m_model.numpy(), patcher.m_nothing.numpy()
-    measured: dict[int, np.ndarray] = {n_edges: m_model}  # edges asked for -> metric per prompt
-    sizes: dict[int, int] = {n_edges: n_edges}  # -> edges really in
-
-    def curve(edges: Callable[[int], int]) -> Curve:
-        keys = sorted(measured)
-        return Curve(np.array([edges(n) for n in keys]), np.stack([measured[n] for n in keys]), m_model, m_nothing)
-
-    with tqdm(desc="curve", unit="circuit", disable=not show_progress) as bar:
-        wanted = [*asked, *mib]
-        for _ in range(ROUNDS + 1):
-            new = [n for n in dict.fromkeys(wanted) if n not in measured]
-            masks = [c.prune(c.mask(order[:n])) for n in new]
-            values: Any = patcher.run(np.stack(masks), bar.update) if new else []
-            for n, mask, value in zip(new, masks, values, strict=True):
-                measured[n], sizes[n] = value.numpy(), int(mask.sum())
-            by_asked = curve(int)
-            wanted = refine(by_asked.edges, by_asked.effects())
-    nothing, model = patcher.m_nothing.mean().item(), patcher.m_model.mean().item()
-    effects = np.array([(measured[n].mean() - nothing) / (model - nothing) for n in mib])
-    fewest = {sizes[n]: n for n in sorted(measured, reverse=True)}
-    return curve(sizes.__getitem__), mib_areas(effects), fewest
-
-
-def _random(patcher: Patcher, curve: Curve, settings: Search, show_progress: bool) -> CurveRow:
-    """Random circuits (made of whole paths) at up to six sizes of the curve: slow, as they reach every part."""
-    c, rng = patcher.decoder.components, np.random.default_rng(settings.seed)
-    sizes = curve.edges[curve.edges > 0][:-1]
-    sizes = sizes[np.unique(np.linspace(0, len(sizes) - 1, 6).round().astype(int))]
-    masks = [c.random_circuit(int(n), rng) for n in sizes]
-    with tqdm(total=len(masks), desc="random", unit="circuit", disable=not show_progress) as bar:
-        values = patcher.run(np.stack(masks), bar.update).numpy()
-    edges = np.array([int(mask.sum()) for mask in masks] + [c.n_edges])
-    metrics = np.concatenate([values, patcher.m_model.numpy()[None]])
-    return Curve(edges, metrics, patcher.m_model.numpy(), patcher.m_nothing.numpy()).row(settings.seed)
-
-
-def _heads(
-    model: nn.Module, circuit: Circuit, heldout: Prompts, settings: Search, show_progress: bool
-) -> tuple[list[str], Curve]:
-    """(heads, best first; the explained effect of keeping the best n of them)."""
-    ranking = circuit.components.rank_heads(circuit.scores)
-    patcher = HeadPatcher(model, heldout)
-    m_model, m_nothing = patcher.run([ranking, []]).numpy()
-    check_spread(m_model, m_nothing, "heads")
-    sizes = log_sizes(len(ranking), min(settings.points, 10)).tolist()
-    with tqdm(desc="heads", unit="set", disable=not show_progress) as bar:
-
-        def run(new: list[int]) -> np.ndarray:
-            return patcher.run([ranking[:n] for n in new], bar.update).numpy()
-
-        curve = refined_curve(sizes, run, m_model, m_nothing, len(ranking))
-    return [f"a{layer}.h{head}" for layer, head in ranking], curve
+    def tokens(self, decoder: Decoder, circuit: Circuit, found: Results) -> None:
+        """The circuit of single attention edges."""
+        sizes = self.settings.points, self.settings.memory_mb
+        try:
+            with self.bar("tokens") as bar:
+                curve, row = attention_curve(decoder, self.scoring, self.heldout, *sizes, bar.update)
+            check_spread(curve.m_model, curve.m_nothing, "by token")
+        except NoEffect as error:
+            return self.say(f"{self.name}: no circuit by token: {error}")
+        circuit.curves["corrupted"], found["readings"]["corrupted"] = curve, row

@@ -73,10 +73,6 @@ class Curve:
         stays[:, -1] = True  # the whole model
         return np.asarray(self.edges[stays.argmax(1)])
 
-    def edges_interval(self, threshold: float, seed: int = 0) -> tuple[float, float]:
-        low, high = np.percentile(self.edges_at(threshold, self.draws(seed)), [2.5, 97.5])
-        return float(low), float(high)
-
     def area_log(self) -> float:
         """Mean explained effect over log(edges), from one edge to all of them."""
         x, f = np.log(np.maximum(self.edges, 1)), self.effects()
@@ -85,13 +81,20 @@ class Curve:
         return float(np.trapezoid(f, x) / x[-1]) if x[-1] > 0 else float(f[-1])
 
     def row(self, seed: int = 0) -> CurveRow:
-        low, high = self.band(seed)
+        low, high = (limit.tolist() for limit in self.band(seed))
+        return {"edges": self.edges.tolist(), "effect": self.effects().tolist(), "low": low, "high": high}
+
+    def at_thresholds(self) -> dict[str, int]:
+        return {str(t): self.edges_at(t) for t in THRESHOLDS}
+
+    def reading(self, seed: int = 0) -> dict[str, Any]:
+        """What a rows.Reading says of its curve."""
+        intervals = {t: np.percentile(self.edges_at(t, self.draws(seed)), [2.5, 97.5]).tolist() for t in THRESHOLDS}
         return {
-            "edges": self.edges.tolist(),
-            "effect": self.effects().tolist(),
-            "low": low.tolist(),
-            "high": high.tolist(),
-        }
+            "n_prompts": len(self.m_model), "m_model": float(self.m_model.mean()), "curve": self.row(seed),
+            "m_nothing": float(self.m_nothing.mean()), "edges_at": self.at_thresholds(),
+            "edges_at_interval": {str(t): interval for t, interval in intervals.items()},
+        }  # fmt: skip
 
 
 def refined_curve(
@@ -104,7 +107,7 @@ def refined_curve(
     measured = {0: m_nothing, n_all: m_model}
     largest, wanted = max(sizes, default=0), sizes
     for _ in range(ROUNDS + 1):
-        new = [n for n in wanted if n not in measured and n <= largest]
+        new = [n for n in dict.fromkeys(wanted) if n not in measured and n <= largest]
         if new:
             measured |= dict(zip(new, run(new), strict=True))
         keys = sorted(measured)
@@ -116,37 +119,28 @@ def refined_curve(
 def multipliers(dense: Curve, sparse: Curve, seed: int = 0) -> dict[str, MultiplierRow]:
     """The multiplier at every threshold, and their mean."""
     rows = {str(threshold): multiplier(dense, sparse, threshold, seed) for threshold in THRESHOLDS}
-    return rows | {MEAN: mean_multiplier(dense, sparse, seed)}
+    return rows | {MEAN: multiplier(dense, sparse, None, seed)}
 
 
-def multiplier(dense: Curve, sparse: Curve, threshold: float, seed: int = 0) -> MultiplierRow:
-    """Edges the dense model needs over edges the sparse one needs, with an interval from the same draws of prompts."""
-    _same_prompts(dense, sparse)
+def multiplier(dense: Curve, sparse: Curve, threshold: float | None, seed: int = 0) -> MultiplierRow:
+    """Edges the dense model needs over edges the sparse one needs, with an interval from the same draws of prompts.
+
+    threshold=None: the geometric mean over LEVELS, how far apart the curves are, not where one crosses a threshold.
+    """
+    if len(dense.m_model) != len(sparse.m_model):
+        raise ValueError(f"curves over different prompts: {len(dense.m_model)} and {len(sparse.m_model)}")
     draw = dense.draws(seed)
-    ratio = dense.edges_at(threshold, draw) / np.maximum(sparse.edges_at(threshold, draw), 1)
-    low, high = np.percentile(ratio, [2.5, 97.5])
-    ours, theirs = dense.edges_at(threshold), sparse.edges_at(threshold)
+    if threshold is None:
+        low, high = np.exp(np.percentile(dense.mean_log_edges(draw) - sparse.mean_log_edges(draw), [2.5, 97.5]))
+        ours, theirs = (float(np.exp(curve.mean_log_edges()[0])) for curve in (dense, sparse))
+    else:
+        ratio = dense.edges_at(threshold, draw) / np.maximum(sparse.edges_at(threshold, draw), 1)
+        low, high = np.percentile(ratio, [2.5, 97.5])
+        ours, theirs = dense.edges_at(threshold), sparse.edges_at(threshold)
     return {
         "dense_edges": ours, "sparse_edges": theirs, "multiplier": ours / max(theirs, 1),
         "low": float(low), "high": float(high), "n_prompts": len(dense.m_model),
     }  # fmt: skip
-
-
-def mean_multiplier(dense: Curve, sparse: Curve, seed: int = 0) -> MultiplierRow:
-    """The multiplier's geometric mean over LEVELS: how far apart the curves are, not where one crosses a threshold."""
-    _same_prompts(dense, sparse)
-    draw = dense.draws(seed)
-    low, high = np.exp(np.percentile(dense.mean_log_edges(draw) - sparse.mean_log_edges(draw), [2.5, 97.5]))
-    ours, theirs = (float(np.exp(curve.mean_log_edges()[0])) for curve in (dense, sparse))
-    return {
-        "dense_edges": ours, "sparse_edges": theirs, "multiplier": ours / theirs,
-        "low": float(low), "high": float(high), "n_prompts": len(dense.m_model),
-    }  # fmt: skip
-
-
-def _same_prompts(dense: Curve, sparse: Curve) -> None:
-    if len(dense.m_model) != len(sparse.m_model):
-        raise ValueError(f"curves over different prompts: {len(dense.m_model)} and {len(sparse.m_model)}")
 
 
 def mib_areas(effects: np.ndarray) -> dict[str, float]:

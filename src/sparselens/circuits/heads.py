@@ -5,6 +5,7 @@ embeddings and MLPs are always kept. m(nothing) is then the clean prompt with ev
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,21 +39,14 @@ class HeadPatcher:
                 mask = torch.zeros(self.dims.n_layers, self.dims.n_heads, 1, dtype=torch.bool, device=part.clean.device)
                 for layer, head in kept:
                     mask[layer, head] = True
-                values = {
-                    site: _keep(mask[layer], corrupted[site])
-                    for layer, site in enumerate(layers)
-                    if not mask[layer].all()
-                }
+                changed = [(site, own) for site, own in zip(layers, mask, strict=True) if not own.all()]
+                values = {site: partial(corrupted[site].where, ~own) for site, own in changed}
                 with patch(self.model, values):
                     logits = part.ask(self.model, part.clean)
                 out[i, first : first + len(part)] = part.score(logits.double()).cpu()
                 if first + len(part) == len(self.prompts):
                     progress(distributed.world())
         return distributed.total(out)
-
-
-def _keep(mask: Tensor, corrupted: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda z: torch.where(mask, z, corrupted)
 
 
 @torch.no_grad()
@@ -77,17 +71,10 @@ def open_edges(model: nn.Module, prompts: Prompts, at_once: int = 16, most: int 
     n_possible = dims.n_heads * sum(int(allowed_pairs(length, length, window=window).sum()) for window in windows)
     opened = share.nonzero()
     order = weight[tuple(opened.T)].argsort(descending=True)[:most]
+    listed = map(tuple, opened[order].tolist())
     return {
-        "n_prompts": n,
-        "length": length,
-        "example": chosen.pairs[0].clean,
-        "n_possible": n_possible,
-        "n_open": len(opened),
-        "n_proven_absent": n_possible - len(opened),
-        "open_per_prompt": float(share.sum() / n),
+        "n_prompts": n, "length": length, "example": chosen.pairs[0].clean, "n_possible": n_possible,
+        "n_open": len(opened), "n_proven_absent": n_possible - len(opened), "open_per_prompt": float(share.sum() / n),
         "columns": ["layer", "head", "query", "key", "share_of_prompts", "mean_weight"],
-        "open": [
-            [*(int(i) for i in at), round(float(share[tuple(at)] / n), 4), round(float(weight[tuple(at)] / n), 5)]
-            for at in opened[order]
-        ],
-    }
+        "open": [[*at, round(float(share[at] / n), 4), round(float(weight[at] / n), 5)] for at in listed],
+    }  # fmt: skip

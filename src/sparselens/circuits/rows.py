@@ -69,20 +69,6 @@ class Reading(TypedDict):
     columns: NotRequired[list[str]]
 
 
-class OpenEdges(TypedDict):
-    """What a sparse model's gates leave open on these prompts; every other pair is proven absent."""
-
-    n_prompts: int
-    length: int
-    example: str
-    n_possible: int
-    n_open: int
-    n_proven_absent: int
-    open_per_prompt: float
-    columns: list[str]
-    open: list[list[float]]
-
-
 class Results(TypedDict):
     """What `discover` measures of one model."""
 
@@ -99,15 +85,7 @@ class Results(TypedDict):
     heads_at: NotRequired[dict[str, int]]
     heads: NotRequired[list[str]]
     heads_curve: NotRequired[CurveRow]
-    open_edges: NotRequired[OpenEdges]
-
-
-class Overlap(TypedDict):
-    """Edges that two circuits of one graph share: their number, over the union, over the smaller circuit."""
-
-    shared: int
-    jaccard: float
-    of_smaller: float
+    open_edges: NotRequired[dict[str, Any]]  # heads.open_edges
 
 
 class TaskRow(TypedDict):
@@ -115,7 +93,7 @@ class TaskRow(TypedDict):
 
     models: dict[str, Results]
     multipliers: NotRequired[Multipliers]
-    overlap: NotRequired[Overlap | None]
+    overlap: NotRequired[dict[str, float] | None]  # circuit.overlap
 
 
 class ComparisonRows(TypedDict):
@@ -148,10 +126,8 @@ WORDING = {
 
 def wording(reading: str) -> Wording:
     """How to call a reading, also one that this version does not know."""
-    known = WORDING.get(reading)
-    return known or Wording(
-        f"Circuit ({reading})", reading, f"edges ({reading})", f"Edges Kept ({reading})", f"-{reading}"
-    )
+    unknown = f"Circuit ({reading})", reading, f"edges ({reading})", f"Edges Kept ({reading})", f"-{reading}"
+    return WORDING.get(reading) or Wording(*unknown)
 
 
 def alone(results: Results) -> ComparisonRows:

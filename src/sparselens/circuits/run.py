@@ -7,7 +7,7 @@ of the model that no circuit reaches are not run at all, so small circuits are c
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -69,14 +69,11 @@ def _mean(run: NodeValues, other: NodeValues, real: Tensor) -> NodeValues:
 
 
 def _merge(function: Callable[..., Tensor], *runs: NodeValues) -> NodeValues:
-    merged: dict[str, Any] = {}
-    for name in NodeValues.__dataclass_fields__:
-        values = [getattr(run, name) for run in runs]
-        if isinstance(values[0], list):
-            merged[name] = [function(*layer) for layer in zip(*values, strict=True)]
-        else:
-            merged[name] = function(*values)
-    return NodeValues(**merged)
+    def merge(values: list[Any]) -> Any:
+        per_layer = isinstance(values[0], list)
+        return [function(*layer) for layer in zip(*values, strict=True)] if per_layer else function(*values)
+
+    return NodeValues(*(merge([getattr(run, field.name) for run in runs]) for field in fields(NodeValues)))
 
 
 class Patcher:
@@ -92,41 +89,29 @@ class Patcher:
         device = next(decoder.model.parameters()).device
         self.decoder, self.prompts, self.ablation = decoder, prompts.to(device), ablation
         self.memory = memory_mb * 2**20
-        self.clean, self.corrupted = (self._embeddings(ids) for ids in (self.prompts.clean, self.prompts.corrupted))
-        self._base = self._prepare_base()
+        # What the model feeds its first block, on both prompts.
+        parts = (torch.split(ids, PROMPTS_AT_ONCE) for ids in (self.prompts.clean, self.prompts.corrupted))
+        self.clean, self.corrupted = (torch.cat([decoder.begin(some) for some in part]) for part in parts)
+        self._base: NodeValues | None = None  # of all prompts, where it is worth keeping; else made for every batch
+        if ablation == "mean":
+            real = torch.arange(self.clean.shape[1], device=device) < self.prompts.lengths[:, None]
+            self._base = _mean(run_nodes(decoder, self.clean), run_nodes(decoder, self.corrupted), real)
+        elif 4 * decoder.dims.n_layers * self.clean.nbytes <= self.memory:
+            self._base = self.base_of(slice(None))
         self.m_model, self.m_nothing, self.checks = self._check()
         # All processes have computed these; from here on they compare with the very same numbers.
         self.m_model, self.m_nothing = distributed.mean(self.m_model), distributed.mean(self.m_nothing)
 
-    def _embeddings(self, ids: Tensor) -> Tensor:
-        """What the model feeds its first block."""
-        return torch.cat([self.decoder.begin(some) for some in torch.split(ids, PROMPTS_AT_ONCE)])
-
-    def _prepare_base(self) -> NodeValues | None:
-        """The base of all prompts, where it is worth keeping; None: made again for every batch."""
-        if self.ablation == "mean":
-            position = torch.arange(self.clean.shape[1], device=self.clean.device)
-            real = position < self.prompts.lengths[:, None]
-            return _mean(run_nodes(self.decoder, self.clean), run_nodes(self.decoder, self.corrupted), real)
-        if 4 * self.decoder.dims.n_layers * self.clean.nbytes > self.memory:
-            return None
-        return self._make_base(self.corrupted)
-
-    def _make_base(self, corrupted: Tensor) -> NodeValues:
-        return (run_nodes if self.ablation == "corrupted" else _nothing)(self.decoder, corrupted)
-
     def base_of(self, some: slice | Tensor) -> NodeValues:
         """What edges outside a circuit carry, for these prompts."""
         if self._base is None:
-            return self._make_base(self.corrupted[some])
+            return (run_nodes if self.ablation == "corrupted" else _nothing)(self.decoder, self.corrupted[some])
         if self.ablation == "mean":
             n = len(self.clean[some])
             return _merge(lambda value: value.expand(n, *value.shape[1:]), self._base)
         return _merge(lambda value: value[some], self._base)
 
-    # ---- running ----------------------------------------------------------------------------------------------------
-
-    def run(self, masks: "np.ndarray | Tensor", progress: Callable[[int], None] = lambda n: None) -> Tensor:
+    def run(self, masks: np.ndarray | Tensor, progress: Callable[[int], None] = lambda n: None) -> Tensor:
         """The metric of every circuit on every prompt: masks [circuits, readers, writers] -> [circuits, n], fp64.
 
         Masks may be fractional: an edge then carries that share of the difference. Several processes share the work.
@@ -143,13 +128,11 @@ class Patcher:
     def _groups(self, masks: Tensor, order: list[int]) -> list[list[int]]:
         """Circuits to run together, as many as the memory allows with all prompts in one batch."""
         groups: list[list[int]] = []
-        most = 0.0
+        most = 0.0  # nodes: the first of a group is its largest
         for i in reversed(order):
-            nodes = masks[i].any(0).sum().item()
-            fits = groups and (len(groups[-1]) + 1) * self._bytes(len(self.prompts), most) <= self.memory
-            if not fits:
+            if not groups or (len(groups[-1]) + 1) * self._bytes(len(self.prompts), most) > self.memory:
                 groups.append([])
-                most = nodes  # the first of a group is its largest
+                most = masks[i].any(0).sum().item()
             groups[-1].append(i)
         return groups
 
@@ -182,10 +165,8 @@ class Patcher:
         full = torch.from_numpy(c.possible).float()[None]
         n = max(1, min(PROMPTS_AT_ONCE, int(self.memory / self._bytes(1, c.n_writers))))
         metrics, checks = [], {}
-        for name, masks, ids in (
-            ("full", full, self.prompts.clean),
-            ("empty", torch.zeros_like(full), self.prompts.corrupted),
-        ):
+        whole, empty = ("full", full, self.prompts.clean), ("empty", torch.zeros_like(full), self.prompts.corrupted)
+        for name, masks, ids in (whole, empty):
             scores, errors = [], []
             for some in self._parts(n):
                 logits, score = self._logits(masks, some)
@@ -198,8 +179,7 @@ class Patcher:
 
     def _errors(self, logits: Tensor, ids: Tensor, prompts: Prompts) -> Tensor:
         """[n] distance of these logits from the model's own on these tokens, in units of its largest."""
-        own = prompts.ask(self.decoder.model, ids)
-        used = prompts.used[..., None]
+        own, used = prompts.ask(self.decoder.model, ids), prompts.used[..., None]
         return ((logits - own) * used).abs().amax((1, 2)) / (own * used).abs().amax((1, 2))
 
     def _judge(self, name: str, error: Tensor) -> float:

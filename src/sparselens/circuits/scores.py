@@ -87,20 +87,16 @@ class Differences(NamedTuple):
 
 
 def eap(
-    decoder: Decoder,
-    prompts: Prompts,
-    steps: int = 0,
-    n_at_once: int = 16,
-    progress: Callable[[int], None] = lambda n: None,
-    path: Path = "whole",
-    ablation: Ablation = "corrupted",
-) -> np.ndarray:
+    decoder: Decoder, prompts: Prompts, steps: int = 0, n_at_once: int = 16,
+    progress: Callable[[int], None] = lambda n: None, path: Path = "whole", ablation: Ablation = "corrupted",
+) -> np.ndarray:  # fmt: skip
     """EAP (steps=0: gradient on the clean prompt) or EAP-IG scores, [readers, writers] fp64.
 
     Several processes share the prompts; the scores are the same in all of them.
     """
     c = decoder.components
     points = path_points(steps, path)
+    own_path = len(points) > 1 and path == "own"
     scores = torch.zeros(len(points), c.n_readers, c.n_writers, dtype=torch.float64)
     products = torch.zeros(c.n_writers, c.n_writers, dtype=torch.float64)
     prompts = prompts.to(next(decoder.model.parameters()).device)
@@ -111,18 +107,17 @@ def eap(
         part = prompts.take(some)
         clean, corrupted = decoder.begin(part.clean), decoder.begin(part.corrupted)
         if base is None:
-            differences = _differences(decoder, clean, corrupted, _writes(decoder, corrupted))
+            differences = _differences(decoder, part, clean, corrupted, _writes(decoder, corrupted))
         else:
             run = base.base_of(some)
-            differences = _differences(decoder, clean, run.embedding, zip(run.z, run.mlp_out, strict=True))
-        differences = _real(differences, part)
-        if len(points) > 1 and path == "own":
+            differences = _differences(decoder, part, clean, run.embedding, zip(run.z, run.mlp_out, strict=True))
+        if own_path:
             _writer_products(decoder, differences, products)
         for point, at_point in zip(points, scores, strict=True):
             _score_once(decoder, part, clean * point + corrupted * (1 - point), differences, at_point)
             progress(len(part) * distributed.world())
     scores, products = distributed.total(scores), distributed.total(products)
-    if len(points) > 1 and path == "own":
+    if own_path:
         scores *= torch.from_numpy(stretch_weights(reader_shares(c.possible, products.numpy()), points))
     else:
         scores /= len(points)
@@ -145,8 +140,8 @@ def reader_shares(possible: np.ndarray, products: np.ndarray) -> np.ndarray:
     """
     before = possible.astype(float)
     total = np.einsum("ru,uw,rw->r", before, products, before)
-    shares: np.ndarray = np.abs(before @ products) / np.maximum(total, np.finfo(float).tiny)[:, None]
-    return shares.clip(1e-9, 1.0)
+    shares = np.abs(before @ products) / np.maximum(total, np.finfo(float).tiny)[:, None]
+    return np.asarray(shares.clip(1e-9, 1.0))
 
 
 def stretch_weights(shares: np.ndarray, points: list[float]) -> np.ndarray:
@@ -158,19 +153,23 @@ def stretch_weights(shares: np.ndarray, points: list[float]) -> np.ndarray:
         place = ((begin + right) / 2 - left) / (right - left)
         weights[i] += (right - begin) * (1 - place)
         weights[i + 1] += (right - begin) * place
-    weights /= weights.sum(0)
-    return weights
+    return np.asarray(weights / weights.sum(0))
+
+
+def check_exact(n_edges: int) -> None:
+    """Refuse exact patching of a big graph."""
+    if n_edges > MOST_EXACT:
+        raise ValueError(
+            f"exact patching would need {n_edges:,} forward passes over all prompts (at most {MOST_EXACT:,}); "
+            "use --method eap-ig"
+        )
 
 
 def exact(patcher: Patcher, progress: Callable[[int], None] = lambda n: None) -> np.ndarray:
     """m(model) - m(model with that one edge corrupted), for every edge, averaged over prompts."""
     c = patcher.decoder.components
     edges = np.flatnonzero(c.possible)
-    if len(edges) > MOST_EXACT:
-        raise ValueError(
-            f"exact patching would need {len(edges):,} forward passes over all prompts (at most {MOST_EXACT:,}); "
-            "use --method eap-ig"
-        )
+    check_exact(len(edges))
     scores = np.zeros(c.possible.size)
     together = 512  # masks to hold in memory at once
     for first in range(0, len(edges), together):
@@ -192,18 +191,17 @@ def _writes(decoder: Decoder, embedding: Tensor) -> Iterator[tuple[Tensor, Tenso
 
 
 @torch.no_grad()
-def _differences(decoder: Decoder, clean: Tensor, base: Tensor, writes: Iterable[tuple[Tensor, Tensor]]) -> Differences:
-    """Clean prompts minus a base, of which the embeddings and what each layer writes are given."""
-    layers = [(a - b, c - d) for (a, c), (b, d) in zip(_writes(decoder, clean), writes, strict=True)]
-    return Differences(clean - base, [z for z, _ in layers], [mlp for _, mlp in layers])
+def _differences(
+    decoder: Decoder, prompts: Prompts, clean: Tensor, base: Tensor, writes: Iterable[tuple[Tensor, Tensor]]
+) -> Differences:
+    """Clean prompts minus a base, of which the embeddings and what each layer writes are given.
 
-
-def _real(differences: Differences, prompts: Prompts) -> Differences:
-    """Nothing changes after a prompt's end: padding has no say in what share of a reader's input an edge carries."""
-    at_input, zs, mlps = differences
-    real = torch.arange(at_input.shape[1], device=at_input.device) < prompts.lengths[:, None]
-    real = real[..., None].to(at_input.dtype)
-    return Differences(at_input * real, [z * real[:, None] for z in zs], [mlp * real for mlp in mlps])
+    Nothing changes after a prompt's end: padding has no say in what share of a reader's input an edge carries.
+    """
+    real = (torch.arange(clean.shape[1], device=clean.device) < prompts.lengths[:, None])[..., None].to(clean.dtype)
+    pairs = zip(_writes(decoder, clean), writes, strict=True)
+    layers = [((a - b) * real[:, None], (c - d) * real) for (a, c), (b, d) in pairs]
+    return Differences((clean - base) * real, [z for z, _ in layers], [mlp for _, mlp in layers])
 
 
 def _score_once(
@@ -221,8 +219,7 @@ def _score_once(
     for part in _slices(len(gradient)):
         _contract(decoder, gradient[None, part], [c.output], c.n_layers, differences, scores, part)
     for layer in reversed(range(decoder.dims.n_layers)):
-        x = inputs.pop()
-        gradient = _back(decoder, layer, x, gradient, differences, scores)
+        gradient = _back(decoder, layer, inputs.pop(), gradient, differences, scores)
 
 
 def _back(
@@ -294,14 +291,9 @@ def _slices(batch: int) -> list[slice]:
 
 @torch.no_grad()
 def _contract(
-    decoder: Decoder,
-    readers: Tensor,
-    rows: list[int],
-    n_layers: int,
-    differences: Differences,
-    scores: Tensor,
+    decoder: Decoder, readers: Tensor, rows: list[int], n_layers: int, differences: Differences, scores: Tensor,
     part: slice,
-) -> None:
+) -> None:  # fmt: skip
     """Inner products of reader gradients [readers, batch, tokens, d_model] with everything the first n_layers write."""
     block, first = [differences.at_input[part].flatten()[None]], 0
     for layer in range(n_layers):

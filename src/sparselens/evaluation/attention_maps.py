@@ -9,10 +9,12 @@ A Run with newer models is looked at again; otherwise what is there is used.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from .. import tasks
 from ..models.architectures import base_model, dimensions
@@ -22,22 +24,13 @@ from ..runs.about import about
 from ..runs.run import Run, write_json
 from ..tasks.words import Words, piece
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-TEXTS = (
-    'The opposite of "large" is "',
-    "When Mary and John went to the store, John gave a drink to",
-)
+TEXTS = ('The opposite of "large" is "', "When Mary and John went to the store, John gave a drink to")
 FORMAT = 2  # of attention.json; 1 had no token in front of prompts
 MOST_TOKENS = 64  # a page shows this many without becoming a wall
 
 
 def attention_rows(
-    run: Run | Path | str,
-    prompts: tuple[str, ...] = (),
-    traced: Sequence[str] = (),
-    say: Callable[[str], None] = print,
+    run: Run | Path | str, prompts: tuple[str, ...] = (), traced: Sequence[str] = (), say: Callable[[str], None] = print
 ) -> dict[str, Any] | None:
     """The Run's attention/attention.json, made first if it is missing or old; None if the Run has no models yet.
 
@@ -49,14 +42,11 @@ def attention_rows(
     if "sparse" not in folders and "dense" not in folders:
         return None
     told = about(run)
-    typed = _typing(told["task"])
-    asked = tuple(map(typed, prompts))
-    for text in asked:
-        _check(text)
+    typed = _typing(told.task)
+    asked = tuple(_checked(typed(text)) for text in prompts)
     asked += tuple(typed(text) for text in traced if text.strip())
-    wanted = list(dict.fromkeys((*asked, *(told["prompts"] or TEXTS))))
-    kept = _kept(run, folders, asked)
-    if kept is not None:
+    wanted = list(dict.fromkeys((*asked, *(told.prompts or TEXTS))))
+    if (kept := _kept(run, folders, asked)) is not None:
         return kept
     say(f"looking at the attention of {', '.join(folders)} on {len(wanted)} prompts")
     rows = _look(folders, wanted, run.path / "attention", say)
@@ -66,14 +56,10 @@ def attention_rows(
 
 def _folders(run: Run) -> dict[str, Path | str]:
     """Where the Run's models are. A sparsify Run names its base; a demo has trained its own."""
-    found: dict[str, Path | str] = {}
-    if (run.path / "base" / "model").is_dir():
-        found["dense"] = run.path / "base" / "model"
-    elif run.record["kind"] == "sparsify" and run.record["config"].get("model"):
-        found["dense"] = str(run.record["config"]["model"])
-    for role, folder in (("control", run.path / "control" / "model"), ("sparse", run.path / "model")):
-        if folder.is_dir():
-            found[role] = folder
+    places = {"dense": run.path / "base/model", "control": run.path / "control/model", "sparse": run.path / "model"}
+    found: dict[str, Path | str] = {role: folder for role, folder in places.items() if folder.is_dir()}
+    if "dense" not in found and run.record["kind"] == "sparsify" and run.record["config"].get("model"):
+        return {"dense": str(run.record["config"]["model"]), **found}
     return found
 
 
@@ -82,21 +68,21 @@ def _kept(run: Run, folders: dict[str, Path | str], texts: tuple[str, ...]) -> d
     path = run.path / "attention" / "attention.json"
     if not path.is_file():
         return None
-    weights = [Path(folder).glob("*.safetensors") for folder in folders.values() if Path(folder).is_dir()]
-    newest = max((file.stat().st_mtime for files in weights for file in files), default=0.0)
-    rows = run.read("attention/attention.json")
-    have = {prompt["text"] for prompt in rows["prompts"]}
+    rows: dict[str, Any] = run.read("attention/attention.json")
+    weights = [file for folder in folders.values() for file in Path(folder).glob("*.safetensors")]
+    newest = max((file.stat().st_mtime for file in weights), default=0.0)
     fresh = rows.get("format") == FORMAT and path.stat().st_mtime >= newest
-    return rows if fresh and have.issuperset(texts) else None
+    return rows if fresh and {prompt["text"] for prompt in rows["prompts"]}.issuperset(texts) else None
 
 
-def _check(text: str) -> None:
+def _checked(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"prompt {text!r} holds half a character ({error.reason}); no tokenizer can read it") from None
     if not text.strip():
         raise ValueError("an empty prompt has nothing to look at; give some text with --prompt")
+    return text
 
 
 def _typing(task: str) -> Callable[[str], str]:
@@ -106,15 +92,12 @@ def _typing(task: str) -> Callable[[str], str]:
 
 
 def _look(folders: dict[str, Path | str], texts: list[str], out: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    from safetensors.torch import save_file
-
-    device = distributed.device()
     prompts: list[dict[str, Any]] = [{"text": text, "models": {}} for text in texts]
     tensors: list[dict[str, torch.Tensor]] = [{} for _ in texts]
     notes, shape = [], None
     for role, folder in folders.items():
         try:
-            model, tokenizer = load(folder, device=device)
+            model, tokenizer = load(folder, device=distributed.device())
         except ValueError as error:
             notes.append(f"The {role} model is not shown: {error}")
             say(notes[-1])
@@ -134,7 +117,7 @@ def _look(folders: dict[str, Path | str], texts: list[str], out: Path, say: Call
     return {"format": FORMAT, "shape": shape, "prompts": prompts, "notes": notes}
 
 
-def _tokens(tokenizer: "PreTrainedTokenizerBase", text: str, longest: int) -> tuple[torch.Tensor, list[str], bool]:
+def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, longest: int) -> tuple[torch.Tensor, list[str], bool]:
     """(ids [1, tokens], the piece of text each stands for, whether the prompt was cut)."""
     tokens = Words(tokenizer).encode(text)
     found = tokenizer(text, return_offsets_mapping=tokenizer.is_fast)
@@ -150,10 +133,11 @@ def _tokens(tokenizer: "PreTrainedTokenizerBase", text: str, longest: int) -> tu
     return torch.tensor([tokens[:most]]), pieces[:most], len(tokens) > most
 
 
+Tensors = dict[str, torch.Tensor]
+
+
 @torch.no_grad()
-def look(
-    model: nn.Module, tokenizer: "PreTrainedTokenizerBase", ids: torch.Tensor
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def look(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> tuple[dict[str, Any], Tensors]:
     """(what the model says at every position, attention): `weights` fp16 and, for a gated model, `margin` fp32.
 
     ids: [1, tokens]. Tensors are [n_layers, n_heads, queries, keys]; masked pairs are 0, their margin -inf.
@@ -166,15 +150,11 @@ def look(
     output = model(ids, **common, **({"gate_output": "pattern"} if gated else {}))
     weights = torch.stack(output.attentions)[:, 0]
     # fp16 rounds the weakest edges to nothing; the picture must not lose an edge that is there.
-    smallest = torch.finfo(torch.float16).tiny
-    kept = torch.where(weights > 0, weights.clamp(min=smallest), weights)
+    kept = torch.where(weights > 0, weights.clamp(min=torch.finfo(torch.float16).tiny), weights)
     found = {"weights": kept.half().cpu().contiguous()}
     if gated:
         margins = model(ids, **common, gate_output="margin").attentions
         found["margin"] = torch.stack(margins)[:, 0].float().cpu().contiguous()
     probability, best = output.logits[0].float().softmax(-1).max(-1)
-    says = {
-        "says": [piece(tokenizer, i) for i in best.tolist()],
-        "probability": [round(p, 4) for p in probability.tolist()],
-    }
-    return says, found
+    said = [piece(tokenizer, i) for i in best.tolist()]
+    return {"says": said, "probability": [round(p, 4) for p in probability.tolist()]}, found

@@ -3,13 +3,23 @@
 import base64
 import math
 import zlib
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
 T = TypeVar("T")  # of JSON's values
 OUTSIDE = -32768  # marks a pair the mask does not allow
+
+
+def read_tensors(path: Path, remedy: str) -> dict[str, np.ndarray]:
+    """The arrays of a safetensors file; ValueError with the remedy where it cannot be read."""
+    from safetensors.numpy import load_file
+
+    try:
+        return load_file(path)
+    except Exception as error:  # safetensors has its own error type; all mean a damaged or missing file
+        raise ValueError(f"{path} cannot be read ({error}); {remedy}") from error
 
 
 def pack(array: np.ndarray, scale: float = 1.0) -> dict[str, Any]:
@@ -46,17 +56,13 @@ def pack_margins(margins: np.ndarray) -> dict[str, Any]:
 
 def short(value: T, digits: int = 5) -> T:
     """Floats with this many significant digits, everywhere inside lists and dicts; what is not finite becomes None."""
-    return cast(T, _floats(value, lambda number: float(f"{number:.{digits}g}")))
+    if isinstance(value, float):
+        return cast(T, float(f"{value:.{digits}g}") if math.isfinite(value) else None)
+    if isinstance(value, dict):
+        return cast(T, {str(key): short(item, digits) for key, item in value.items()})
+    return cast(T, [short(item, digits) for item in value]) if isinstance(value, list | tuple) else value
 
 
 def finite(value: T) -> T:
     """The same numbers, to the last digit; NaN and infinities, which JSON does not have, become None."""
-    return cast(T, _floats(value, float))
-
-
-def _floats(value: Any, change: Callable[[float], float]) -> Any:
-    if isinstance(value, float):
-        return change(value) if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _floats(item, change) for key, item in value.items()}
-    return [_floats(item, change) for item in value] if isinstance(value, list | tuple) else value
+    return short(value, 17)

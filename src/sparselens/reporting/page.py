@@ -21,6 +21,7 @@ from ..runs.run import write_bytes
 from .sections import asset, sections
 
 IMPORT = re.compile(r"^import\s[^;]*?from\s+\"\./([\w.]+)\";\n", re.M)
+BEYOND = re.compile(r"[^\x00-\x7f]")
 DEFINED = re.compile(r"^(?:export )?(?:async )?(?:const|let|function|class) (\w+)", re.M)
 
 
@@ -35,28 +36,22 @@ def write_page(value: dict[str, Any], path: str | Path) -> Path:
 
 def build_page(value: dict[str, Any]) -> str:
     """The page of a `payload`, ASCII only."""
-    style, script = ascii_css(asset("style.css")), ascii_js(joined_scripts())
-    policy = {
-        "default-src": "'none'",
-        "script-src": f"'sha256-{_hash(script)}'",
-        "style-src": f"'sha256-{_hash(style)}'",
-        "img-src": "data: blob:",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-        "require-trusted-types-for": "'script'",
-    }
+    # ASCII only: other characters, which only occur in strings and comments, become escapes.
+    style = BEYOND.sub(lambda c: f"\\{ord(c[0]):x} ", asset("style.css"))
+    script = BEYOND.sub(lambda c: json.dumps(c[0])[1:-1], joined_scripts())
+    policy = [
+        "default-src 'none'", f"script-src 'sha256-{_hash(script)}'", f"style-src 'sha256-{_hash(style)}'",
+        "img-src data: blob:", "base-uri 'none'", "form-action 'none'", "require-trusted-types-for 'script'",
+    ]  # fmt: skip
     if value.get("live"):
-        policy["connect-src"] = "'self'"  # only the served page asks its own server whether something is new
+        policy.append("connect-src 'self'")  # only the served page asks its own server whether something is new
+    # Titles as markup that shows them, ASCII only.
+    titles = {n: html.escape(one.title).encode("ascii", "xmlcharrefreplace").decode() for n, one in sections().items()}
     parts = {
-        "POLICY": "; ".join(f"{name} {allowed}" for name, allowed in policy.items()),
-        "STYLE": style,
-        "SCRIPT": script,
-        "DATA": embed(value),
-        "LINKS": "\n    ".join(f'<a href="#{name}">{_text(one.title)}</a>' for name, one in sections().items()),
-        "SECTIONS": "\n  ".join(
-            f'<section id="{name}" aria-labelledby="{name}-title"></section>' for name in sections()
-        ),
-    }
+        "POLICY": "; ".join(policy), "STYLE": style, "SCRIPT": script, "DATA": embed(value),
+        "LINKS": "\n    ".join(f'<a href="#{name}">{title}</a>' for name, title in titles.items()),
+        "SECTIONS": "\n  ".join(f'<section id="{n}" aria-labelledby="{n}-title"></section>' for n in sections()),
+    }  # fmt: skip
     # One pass: nothing that was put in is looked at again.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], asset("template.html"))
 
@@ -97,25 +92,6 @@ def joined_scripts() -> str:
                 raise ValueError(f"{name}: there is a {defined} in {homes[defined]} already; call it something else")
         parts.append(f"// ---- {name}\n" + re.sub(r"^export (?=const|let|function|async|class)", "", text, flags=re.M))
     return "\n" + "\n".join(parts)
-
-
-def _text(words: str) -> str:
-    """Words as markup that shows them, ASCII only."""
-    return html.escape(words).encode("ascii", "xmlcharrefreplace").decode()
-
-
-def ascii_js(text: str) -> str:
-    """Characters beyond ASCII as \\u escapes: they only occur in strings and comments."""
-    return "".join(c if ord(c) < 128 else "".join(f"\\u{unit:04x}" for unit in _utf16(c)) for c in text)
-
-
-def ascii_css(text: str) -> str:
-    return "".join(c if ord(c) < 128 else f"\\{ord(c):x} " for c in text)
-
-
-def _utf16(character: str) -> list[int]:
-    content = character.encode("utf-16-le")
-    return [int.from_bytes(content[i : i + 2], "little") for i in range(0, len(content), 2)]
 
 
 def _hash(text: str) -> str:

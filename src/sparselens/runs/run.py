@@ -323,6 +323,10 @@ class Run:
             raise ValueError(f"{self.path} has no {name}; the run did not get that far")
         return read_json(path)
 
+    def find(self, name: str, missing: Any) -> Any:
+        """The same, or `missing` where there is no such file."""
+        return self.read(name) if (self.path / name).is_file() else missing
+
 
 class Metrics:
     """metrics.jsonl: one flushed line per call; on resume, lines after the checkpoint are dropped."""

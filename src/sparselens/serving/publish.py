@@ -6,8 +6,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..reporting import payload, write_page
-from ..reporting.payload import open_runs
+from ..reporting.sections import open_runs
+from ..reporting.sections.attention import read_maps
 from ..reporting.sections.attribution import read_trace, trace_files, traced_prompts
+from ..reporting.sections.circuits import comparisons
 from ..runs.run import Run, check_folder, check_writable, reading, write_bytes
 
 FLOW_TOKENS = 16  # figure 1 is for prompts whose words fit beside each other
@@ -57,16 +59,12 @@ def figures(
     kind: pdf, svg or png. out: their folder; default: the Run.
     """
     found = run if isinstance(run, Run) else Run(run)
-    folder = Path(out) if out is not None else found.path
+    folder = found.path if out is None else Path(out)
     check_folder(folder)
     for path in trace_files(found.path):
         read_trace(path)  # before anything is drawn
     with reading(found.path), TemporaryDirectory() as fresh:  # all of them or none
-        made = [
-            *_figure1(found, Path(fresh), kind),
-            *_figures_2_3(found, Path(fresh), kind, threshold),
-            *_figure4(found, Path(fresh), kind),
-        ]
+        made = _draw(found, Path(fresh), kind, threshold)
         drawn = [folder / path.name for path in made]
         for path, final in zip(made, drawn, strict=True):
             write_bytes(final, path.read_bytes())
@@ -78,23 +76,29 @@ def figures(
     return drawn
 
 
-def _figure1(run: Run, folder: Path, kind: str) -> list[Path]:
+def _draw(run: Run, folder: Path, kind: str, threshold: float) -> list[Path]:
+    from ..reporting.figures.attribution import draw_trace
+    from ..reporting.figures.circuits import draw_all
     from ..reporting.figures.flow import draw_flow
 
+    drawn = []
     flow = run.read("figure1.json") if (run.path / "figure1.json").is_file() else _flow(run)
-    if flow is None:
-        return []
-    draw_flow(flow, folder / f"figure1.{kind}")
-    return [folder / f"figure1.{kind}"]
+    if flow is not None:
+        drawn.append(folder / f"figure1.{kind}")
+        draw_flow(flow, drawn[-1])
+    for i, (_, comparison) in enumerate(comparisons(run.path)[0]):
+        drawn += draw_all(comparison, folder, threshold, (kind,), f"-{i}" if i else "")
+    traces = ((path, read_trace(path)) for path in trace_files(run.path))
+    # Without `main` no edge was looked at closely.
+    for i, (path, rows) in enumerate((path, rows) for path, rows in traces if "main" in rows):
+        drawn.append(folder / f"figure4{f'-{path.parent.name}' if i else ''}.{kind}")
+        draw_trace(rows, drawn[-1])
+    return drawn
 
 
 def _flow(run: Run) -> dict[str, Any] | None:
     """Figure 1's rows from the attention rows: the first prompt short enough, dense (or control) and sparse."""
-    if not (run.path / "attention" / "attention.json").is_file():
-        return None
-    from ..reporting.sections.attention import read_maps
-
-    for prompt in run.read("attention/attention.json")["prompts"]:
+    for prompt in run.find("attention/attention.json", {"prompts": []})["prompts"]:
         dense = next((role for role in ("dense", "control") if role in prompt["models"]), None)
         if dense is None or "sparse" not in prompt["models"] or len(prompt["tokens"]) > FLOW_TOKENS:
             continue
@@ -104,13 +108,8 @@ def _flow(run: Run) -> dict[str, Any] | None:
         for name, role in (("base", dense), ("sparse", "sparse")):
             weights = tensors[f"{role}.weights"].astype(float)
             answer = [*words[:-1], _clip(prompt["models"][role]["says"][-1])]
-            flow[name] = {
-                "input": words,
-                "output": answer,
-                "edges": int((weights > 0).sum()),
-                "attention": weights.tolist(),
-                **({"title": "Dense Control"} if role == "control" else {}),
-            }
+            flow[name] = {"input": words, "output": answer, "edges": int((weights > 0).sum())}
+            flow[name] |= {"attention": weights.tolist()} | ({"title": "Dense Control"} if role == "control" else {})
         return flow
     return None
 
@@ -118,30 +117,3 @@ def _flow(run: Run) -> dict[str, Any] | None:
 def _clip(token: str, most: int = 5) -> str:
     text = token.strip() or "␣"
     return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def _figures_2_3(run: Run, folder: Path, kind: str, threshold: float) -> list[Path]:
-    from ..reporting.figures.circuits import draw_circuits, draw_figure2, file_name
-    from ..reporting.sections.circuits import comparisons
-
-    drawn = []
-    for i, (_, comparison) in enumerate(comparisons(run.path)[0]):
-        part = "" if i == 0 else f"-{i}"
-        drawn += draw_figure2(comparison, folder, part, kind, threshold)
-        for j, task in enumerate(comparison["tasks"]):
-            drawn.append(folder / f"figure3{part}{'' if j == 0 else f'-{file_name(task)}'}.{kind}")
-            draw_circuits(comparison, task, drawn[-1])
-    return drawn
-
-
-def _figure4(run: Run, folder: Path, kind: str) -> list[Path]:
-    from ..reporting.figures.attribution import draw_trace
-
-    drawn: list[Path] = []
-    for path in trace_files(run.path):
-        rows = read_trace(path)
-        if "main" not in rows:  # no edge was looked at closely
-            continue
-        drawn.append(folder / f"figure4{'' if not drawn else f'-{path.parent.name}'}.{kind}")
-        draw_trace(rows, drawn[-1])
-    return drawn

@@ -6,17 +6,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from ..reporting.page import build_page
-from ..reporting.payload import payload
+from ..reporting import build_page, payload
 from ..runs.run import Run, reading
 from .publish import look
 
+Say = Callable[[str], None]
 WATCHED = ("*.json", "*.jsonl", "*/*.json", "*/*.jsonl", "*/*/*.json")
 
 
-def serve(
-    runs: Sequence[Path], port: int = 8765, prompts: Sequence[str] = (), say: Callable[[str], None] = print
-) -> None:
+def serve(runs: Sequence[Path], port: int = 8765, prompts: Sequence[str] = (), say: Say = print) -> None:
     """Serve the report on this machine only, until Ctrl-C. Port 0 takes any free one."""
     for run in runs:
         with reading(run):
@@ -27,6 +25,14 @@ def serve(
         server.serve_forever()
     finally:
         server.server_close()
+
+
+def studio(run: str | Path | Run, port: int = 8765, *, say: Say = print) -> None:
+    """Serve the report of a Run on this machine until Ctrl-C; it reloads itself while the Run goes on.
+
+    port: 0 takes any free one.
+    """
+    serve([run.path if isinstance(run, Run) else Path(run)], port, say=say)
 
 
 def make_server(runs: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...attribution.rows import ClusterRow, EdgeRow, MainRow, MapRow, ModelRows, TraceRows
+from ...attribution.rows import ClusterRow, MainRow, MapRow, ModelRows, TraceRows
 from .style import BLUE, GREY, INK, LIGHT, ORANGE, SUFFIXES, pyplot, save
 
 RED = "#c8102e"
@@ -28,9 +28,8 @@ SLOT = 0.62  # inches per position, where the prompt is short enough
 
 def draw_trace_all(trace: TraceRows, folder: str | Path) -> list[Path]:
     """figure4 as PNG, SVG and PDF."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"figure4.{suffix}" for suffix in SUFFIXES]
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    paths = [Path(folder) / f"figure4.{suffix}" for suffix in SUFFIXES]
     draw_trace(trace, *paths)
     return paths
 
@@ -75,18 +74,13 @@ def visible(token: str) -> str:
 
 
 @cache
-def _font() -> Any:
+def _has_glyph(character: str) -> bool:
     from matplotlib import font_manager
 
-    return font_manager.get_font(font_manager.findfont("DejaVu Sans Mono"))
-
-
-@cache
-def _has_glyph(character: str) -> bool:
+    font = font_manager.get_font(font_manager.findfont("DejaVu Sans Mono"))
     # Control characters and lone surrogates have no business in an SVG, whatever the font says.
-    if unicodedata.category(character) in ("Cc", "Cs", "Cn", "Co"):
-        return False
-    return bool(_font().get_char_index(ord(character)))
+    unprintable = unicodedata.category(character) in ("Cc", "Cs", "Cn", "Co")
+    return not unprintable and bool(font.get_char_index(ord(character)))
 
 
 def _cut(text: str, most: int) -> str:
@@ -120,9 +114,8 @@ class _Page:
 
     def panel(self, model: ModelRows, x: float, width: float) -> None:
         main = model["main"]
-        total, n = model["n_layers"] * model["n_heads"], main["n_heads_for_80"]
+        note = f"80 % carried by {main['n_heads_for_80']} of {model['n_layers'] * model['n_heads']} heads"
         self.text(x, self.top - 0.2, _cut(visible(model.get("model") or "model"), 40), 10, ha="left", weight="bold")
-        note = f"80 % carried by {n} of {total} heads"
         self.text(x, self.top - 0.42, note, 8, ha="left")
         self.text(x + width, self.top - 0.2, _cells(main, model["tokens"]), 7.5, ha="right", color=RED)
         maps = main["attention"]
@@ -131,14 +124,13 @@ class _Page:
             self.text(x + width / 2, self.floor + room[1] / 2, "no head: along the residual stream", 8, color=GREY)
             return
         columns, side, label = _grid(len(maps), *room)
-        head_size = max(3.2, min(8.0, side * 11))
         left, start = x + COMPASS, self.top - 0.56
         for i, one in enumerate(sorted(maps, key=lambda m: (-m["layer"], -m["head"]))):
             a = left + (i % columns) * (side + 0.07)
             b = start - (i // columns + 1) * (side + label)
             self.map(one, main, len(model["tokens"]), a, b, side)
-            name = f"L{one['layer']}-H{one['head']}"
-            self.text(a + side / 2, b + side + label / 2 - 0.01, name, head_size, color=INK)
+            name, size = f"L{one['layer']}-H{one['head']}", max(3.2, min(8.0, side * 11))
+            self.text(a + side / 2, b + side + label / 2 - 0.01, name, size)
         self.compass(left, start - side - label)
 
     def compass(self, x: float, y: float) -> None:
@@ -153,8 +145,7 @@ class _Page:
         from matplotlib.colors import to_rgb
         from matplotlib.patches import Rectangle
 
-        picture = np.ones((n, n, 3))
-        blue = np.array(to_rgb(BLUE))
+        picture, blue = np.ones((n, n, 3)), np.array(to_rgb(BLUE))
         for query, key, weight in one["cells"]:
             # The square root shows weak looks too; the eye compares areas of ink, not numbers.
             picture[query, key] = 1 - (1 - blue) * min(1.0, weight) ** 0.5
@@ -164,49 +155,40 @@ class _Page:
         weights = {(q, k): w for q, k, w in one["cells"]}
         cell = side / n
         size = max(cell, min(0.045, side / 5))  # in a long prompt a cell is a speck: mark it larger than it is
-        for query in main["queries"]:
-            for key in main["keys"]:
-                if key > query:
-                    continue
-                corner = (x + (key + 0.5) * cell - size / 2, y + (query + 0.5) * cell - size / 2)
-                seen = weights.get((query, key), 0.0) > 0
-                style: dict[str, Any] = {"fc": RED if seen else "none", "ec": RED}
-                self.axis.add_patch(Rectangle(corner, size, size, lw=0.6, zorder=4, **style))
+        for query, key in ((query, key) for query in main["queries"] for key in main["keys"] if key <= query):
+            corner = (x + (key + 0.5) * cell - size / 2, y + (query + 0.5) * cell - size / 2)
+            fill: Any = RED if weights.get((query, key), 0.0) > 0 else "none"
+            self.axis.add_patch(Rectangle(corner, size, size, lw=0.6, zorder=4, fc=fill, ec=RED))
 
     # ---- the prompt and its clusters ----
 
     def diagram(self) -> None:
-        clusters, edges = self.shown["clusters"], self.shown["edges"]
-        drawn, answers = _drawn(clusters, edges, self.shown["main"])
+        drawn, answers = _drawn(self.shown)
         centres, size = self.prompt([*drawn, *answers])
         self.boxes = _spread(drawn, centres)
         row, high = 1.12, 2.12
         for cluster, (x, width) in zip(drawn, self.boxes, strict=True):
             self.box(cluster, x, row, width)
-            for position in cluster["positions"]:
-                if position in centres:
-                    red = cluster["name"] == self.shown["main"]["source"]
-                    colour, lw = (RED, 0.9) if red else (GREY, 0.6)
-                    self.axis.plot(
-                        [centres[position], x], [0.62 + size / 72, row - 0.21], color=colour, lw=lw, zorder=1
-                    )
+            red = cluster["name"] == self.shown["main"]["source"]
+            style: dict[str, Any] = {"color": RED if red else GREY, "lw": 0.9 if red else 0.6, "zorder": 1}
+            for position in (p for p in cluster["positions"] if p in centres):
+                self.axis.plot([centres[position], x], [0.62 + size / 72, row - 0.21], **style)
         places = {c["name"]: (x, row) for c, (x, _) in zip(drawn, self.boxes, strict=True)}
         right = WIDTH - MARGIN - 0.08
         x = min(right, max(centres.get(self.shown["target"][0]["position"], right), WIDTH / 2) + 1.6)
         for cluster in reversed(answers):
             width = _box_width(cluster)
-            x -= width
-            self.box(cluster, x + width / 2, high, width)
-            places[cluster["name"]] = (x + width / 2, high)
-            x -= 0.75
-        self.arrows(places, row, high)
+            places[cluster["name"]] = (x - width / 2, high)
+            self.box(cluster, *places[cluster["name"]], width)
+            x -= width + 0.75
+        self.arrows(places, high)
+        self.caption()
 
     def prompt(self, clusters: list[ClusterRow]) -> tuple[dict[int, float], float]:
         """Write the prompt; returns the centre of every position that is shown, and the size of its letters."""
         tokens, main = self.shown["tokens"], self.shown["main"]
         words = _sentence(tokens, {p for c in clusters for p in c["positions"]})
-        letters = sum(len(word) + 1 for _, word in words)
-        letter = min(0.11, (WIDTH - 2 * MARGIN) / letters)
+        letter = min(0.11, (WIDTH - 2 * MARGIN) / sum(len(word) + 1 for _, word in words))
         size = letter * 72 / 0.61
         widths = [(len(word) + 1) * letter for _, word in words]
         wider = [max(width, SLOT) for width in widths]
@@ -240,7 +222,7 @@ class _Page:
         self.text(x, y + 0.075, _box_name(cluster), 8.5, zorder=6, weight="bold" if output else "normal")
         self.text(x, y - 0.09, f"layer {low}" if low == high else f"layer {low}-{high}", 6.5, zorder=6)
 
-    def arrows(self, places: dict[str, tuple[float, float]], row: float, high: float) -> None:
+    def arrows(self, places: dict[str, tuple[float, float]], high: float) -> None:
         from matplotlib.patches import FancyArrowPatch
 
         main = self.shown["main"]
@@ -265,22 +247,20 @@ class _Page:
                     connectionstyle="arc3,rad=0" if level else "arc3,rad=-0.06", shrinkA=0, shrinkB=0,
                 )
             )  # fmt: skip
-        self.caption(high)
 
     def named(self, name: str) -> ClusterRow:
         return next(c for c in self.shown["clusters"] if c["name"] == name)
 
-    def caption(self, high: float) -> None:
+    def caption(self) -> None:
         main = self.shown["main"]
         names = [_box_name(self.named(main[end])) for end in ("source", "target")]
         lines = [f"{names[0]} → {names[1]}", "carried at 80 % by"]
         for model in reversed(self.models):
-            count = model["main"]["n_heads_for_80"]
-            name = _cut(visible(model.get("model") or "model"), 34)
+            count, name = model["main"]["n_heads_for_80"], _cut(visible(model.get("model") or "model"), 34)
             lines.append(f"{count} head{'' if count == 1 else 's'}" + (f" ({name})" if len(self.models) > 1 else ""))
-        y = self.floor - 0.22
         for i, line in enumerate(lines):
-            self.text(MARGIN, y - 0.17 * i, line, 8.5 if i != 1 else 7.5, ha="left", color=RED if i != 1 else INK)
+            size, colour = (7.5, INK) if i == 1 else (8.5, RED)
+            self.text(MARGIN, self.floor - 0.22 - 0.17 * i, line, size, ha="left", color=colour)
         legend = "arrows: how much of the answer flows there; blue raises, orange lowers, red: the edge above"
         self.text(MARGIN, 0.1, legend, 6, ha="left", color=GREY)
 
@@ -310,10 +290,9 @@ def _grid(n: int, width: float, height: float) -> tuple[int, float, float]:
     return best
 
 
-def _drawn(
-    clusters: list[ClusterRow], edges: list[EdgeRow], main: MainRow
-) -> tuple[list[ClusterRow], list[ClusterRow]]:
+def _drawn(model: ModelRows) -> tuple[list[ClusterRow], list[ClusterRow]]:
     """(clusters in boxes beside the prompt, in its order; what pushes the answer, and the answer)."""
+    clusters, edges, main = model["clusters"], model["edges"], model["main"]
     output = next(c for c in clusters if c["kind"] == "output")
     answers = [c for c in clusters if c["kind"] == "say"] + [output]
     if main["target"] not in {c["name"] for c in answers}:
@@ -321,18 +300,15 @@ def _drawn(
     names = {c["name"] for c in answers}
     flow: dict[str, float] = {main["source"]: math.inf}
     for edge in edges:
-        if edge["target"] in names and edge["source"] not in flow:
-            flow[edge["source"]] = sum(
-                e["flow"] for e in edges if e["source"] == edge["source"] and e["target"] in names
-            )
-    others = [c for c in clusters if c["name"] not in names and c["name"] in flow]
+        if edge["target"] in names:
+            flow[edge["source"]] = flow.get(edge["source"], 0) + edge["flow"]
+    others = [c for c in clusters if c["name"] in flow.keys() - names]
     others.sort(key=lambda c: -flow[c["name"]])
     return sorted(others[:MOST_BOXES], key=lambda c: sum(c["positions"]) / len(c["positions"])), answers
 
 
 def _box_name(cluster: ClusterRow) -> str:
-    name = cluster["name"].removesuffix(" (output)") if cluster["kind"] == "output" else cluster["name"]
-    return _cut(visible(name), 18)
+    return _cut(visible(cluster["name"].removesuffix(" (output)" if cluster["kind"] == "output" else "")), 18)
 
 
 def _box_width(cluster: ClusterRow) -> float:
@@ -343,10 +319,8 @@ def _box_width(cluster: ClusterRow) -> float:
 def _spread(clusters: list[ClusterRow], centres: dict[int, float]) -> list[tuple[float, float]]:
     """(x, width) of boxes near their words, none on top of another, all on the page."""
     widths = [_box_width(c) for c in clusters]
-    at = []
-    for cluster in clusters:
-        known = [centres[p] for p in cluster["positions"] if p in centres]
-        at.append(sum(known) / len(known) if known else WIDTH / 2)
+    known = [[centres[p] for p in cluster["positions"] if p in centres] or [WIDTH / 2] for cluster in clusters]
+    at = [sum(places) / len(places) for places in known]
     order = sorted(range(len(at)), key=lambda i: at[i])
     low = MARGIN
     for i in order:  # push right

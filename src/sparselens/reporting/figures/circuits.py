@@ -1,28 +1,30 @@
 """Figures 2 and 3 from rows: curves of explained effect, and circuits side by side. No torch, no models."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from ...circuits.rows import ComparisonRows, CurveRow, MultiplierRow, Reading, Results, wording
-from .style import BLUE, GREY, INK, LIGHT, ORANGE, SUFFIXES, pyplot, save
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from ...circuits.rows import ComparisonRows, CurveRow, MultiplierRow, Reading, wording
+from .style import BLUE, GREY, INK, LIGHT, ORANGE, SUFFIXES, Axes, pyplot, save
 
 
-def draw_all(rows: Mapping[str, Any], folder: str | Path, threshold: float = 0.9) -> list[Path]:
-    """figure2 and, for the first task, figure3 (all tasks beyond it numbered by name), as PNG, SVG and PDF.
+def draw_all(
+    rows: Mapping[str, Any], folder: str | Path, threshold: float = 0.9, suffixes: Sequence[str] = SUFFIXES,
+    part: str = "",
+) -> list[Path]:  # fmt: skip
+    """figure2 and, for the first task, figure3 (all tasks beyond it numbered by name), in these formats.
 
-    rows: what `compare` returns or its results.json holds, rows.ComparisonRows.
+    rows: what `compare` returns or its results.json holds, rows.ComparisonRows. part: which of several comparisons.
     """
     comparison, folder = cast(ComparisonRows, rows), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for suffix in SUFFIXES:
-        paths += draw_figure2(comparison, folder, "", suffix, threshold)
+    for suffix in suffixes:
+        paths += draw_figure2(comparison, folder, part, suffix, threshold)
         for i, task in enumerate(comparison["tasks"]):
-            paths.append(folder / f"figure3{'' if i == 0 else f'-{file_name(task)}'}.{suffix}")
+            # A task's name may come from a file that others have written.
+            name = "".join(c if c.isalnum() or c in "-_" else "_" for c in task)[:80]
+            paths.append(folder / f"figure3{part}{f'-{name}' if i else ''}.{suffix}")
             draw_circuits(comparison, task, paths[-1])
     return paths
 
@@ -42,15 +44,6 @@ def draw_figure2(comparison: ComparisonRows, folder: Path, part: str, suffix: st
     return paths
 
 
-def file_name(task: str) -> str:
-    """A task's name as part of a file's name: it may come from a file that others have written."""
-    return "".join(c if c.isalnum() or c in "-_" else "_" for c in task)[:80]
-
-
-def title_of(task: str) -> str:
-    return {"ioi": "IOI", "ioi-long": "IOI Long"}.get(task, task.replace("-", " ").title())
-
-
 def draw_curves(comparison: ComparisonRows, panels: list[tuple[str, str]], path: Path, threshold: float = 0.9) -> None:
     """Figure 2: explained effect over edges kept, log x, bands, the multiplier at the threshold.
 
@@ -58,9 +51,8 @@ def draw_curves(comparison: ComparisonRows, panels: list[tuple[str, str]], path:
     """
     names = comparison.get("names", {})
     with pyplot() as plt:
-        figure, axes = plt.subplots(
-            1, len(panels), figsize=(0.5 + 2.9 * len(panels), 2.7), squeeze=False, layout="constrained"
-        )
+        size = (0.5 + 2.9 * len(panels), 2.7)
+        figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
         for axis, (task, reading) in zip(axes[0], panels, strict=True):
             row = comparison["tasks"][task]
             models = {role: model["readings"][reading] for role, model in row["models"].items()}
@@ -74,7 +66,8 @@ def draw_curves(comparison: ComparisonRows, panels: list[tuple[str, str]], path:
             _mark_threshold(axis, found.get(str(threshold)), threshold)
             lowest = min(effect for model in models.values() for effect in model["curve"]["effect"])
             axis.set(xscale="log", ylim=(min(-0.04, lowest - 0.05), 1.09), xlabel=wording(reading).axis)
-            axis.set_title(title_of(task), fontsize=10)
+            title = {"ioi": "IOI", "ioi-long": "IOI Long"}.get(task, task.replace("-", " ").title())
+            axis.set_title(title, fontsize=10)
             axis.set_xlim(1, max(model["n_edges"] for model in models.values()) * 1.1)
             axis.set_yticks([0, 0.25, 0.5, 0.75, 1])
             axis.tick_params(labelsize=8, color=GREY)
@@ -85,12 +78,9 @@ def draw_curves(comparison: ComparisonRows, panels: list[tuple[str, str]], path:
         save(figure, path)
 
 
-def _draw_curve(axis: "Axes", curve: CurveRow, colour: str, style: str, label: str) -> None:
-    points = [
-        (x, *rest)
-        for x, *rest in zip(curve["edges"], curve["effect"], curve["low"], curve["high"], strict=True)
-        if x > 0
-    ]
+def _draw_curve(axis: Axes, curve: CurveRow, colour: str, style: str, label: str) -> None:
+    rows = zip(curve["edges"], curve["effect"], curve["low"], curve["high"], strict=True)
+    points = [row for row in rows if row[0] > 0]
     if not points:
         return
     x, effect, low, high = zip(*points, strict=True)
@@ -98,13 +88,13 @@ def _draw_curve(axis: "Axes", curve: CurveRow, colour: str, style: str, label: s
     axis.plot(x, effect, color=colour, linestyle=style, linewidth=1.6 if style == "-" else 1.0, label=label)
 
 
-def _mark_threshold(axis: "Axes", found: MultiplierRow | None, threshold: float) -> None:
+def _mark_threshold(axis: Axes, found: MultiplierRow | None, threshold: float) -> None:
     axis.axhline(threshold, color=INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
     if found is None:
         return
-    left, right = sorted((found["sparse_edges"], found["dense_edges"]))
-    axis.plot([max(left, 1), max(right, 1)], [threshold] * 2, color=INK, linewidth=1.6, marker="|", markersize=6)
-    middle = (max(left, 1) * max(right, 1)) ** 0.5
+    left, right = sorted(max(found[name], 1) for name in ("sparse_edges", "dense_edges"))
+    axis.plot([left, right], [threshold] * 2, color=INK, linewidth=1.6, marker="|", markersize=6)
+    middle = (left * right) ** 0.5
     back = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.6}  # readable where curves pass behind
     label = f"{found['multiplier']:.1f}x"
     axis.text(middle, threshold + 0.03, label, ha="center", va="bottom", fontsize=9, color=INK, bbox=back)
@@ -114,7 +104,7 @@ def draw_circuits(comparison: ComparisonRows, task: str, path: str | Path) -> No
     """Figure 3: the circuits that explain 90 %, side by side; a row of heads and an MLP per layer, layers downward."""
     models, names = comparison["tasks"][task]["models"], comparison.get("names", {})
     roles = [role for role in ("sparse", "dense") if role in models]
-    shapes = [shape_of(models[role]) for role in roles]
+    shapes = [(int(models[role]["n_layers"]), int(models[role]["n_heads"])) for role in roles]
     width = max(n_heads for _, n_heads in shapes) + 2
     height = max(n_layers for n_layers, _ in shapes) + 3
     scale = min(0.36, 6.4 / (width * len(roles)) if width * len(roles) > 17 else 0.36)
@@ -129,11 +119,6 @@ def draw_circuits(comparison: ComparisonRows, task: str, path: str | Path) -> No
         figure.text(0.022, 0.5, "Layers", rotation=90, va="center", ha="center", fontsize=9, color=INK)
         axes[0][0].annotate("", (0.045, 0.3), (0.045, 0.7), xycoords="figure fraction", arrowprops=arrow)
         save(figure, path)
-
-
-def shape_of(results: Results) -> tuple[int, int]:
-    """(layers, heads) of the model a result belongs to."""
-    return int(results["n_layers"]), int(results["n_heads"])
 
 
 def _place(node: str, shape: tuple[int, int]) -> tuple[float, float]:
@@ -156,7 +141,7 @@ def _line(start: tuple[float, float], end: tuple[float, float]) -> list[tuple[fl
     return [(x + 4 * bulge * t * (1 - t), y + (below - y) * t) for t in (i / 14 for i in range(15))]
 
 
-def _draw_circuit(axis: "Axes", found: Reading, shape: tuple[int, int]) -> None:
+def _draw_circuit(axis: Axes, found: Reading, shape: tuple[int, int]) -> None:
     from matplotlib.collections import LineCollection
     from matplotlib.colors import to_rgb
 
@@ -188,8 +173,9 @@ def _draw_circuit(axis: "Axes", found: Reading, shape: tuple[int, int]) -> None:
                 x, y = zip(*chosen, strict=True)
                 axis.scatter(x, y, size, marker=marker, facecolor=face, edgecolor=edge, linewidth=0.8, zorder=order)
     labels: Any = {"ha": "center", "fontsize": 7, "color": INK}
-    axis.text(*_offset("input", shape, 0.38), "input", va="bottom", **labels)
-    axis.text(*_offset("logits", shape, -0.38), "logits", va="top", **labels)
+    for node, dy, side in (("input", 0.38, "bottom"), ("logits", -0.38, "top")):
+        across, up = _place(node, shape)
+        axis.text(across, up + dy, node, va=side, **labels)
     axis.text(n_heads + 0.2, 0.15, "MLP", va="bottom", **labels)
     heads = sum(node[0] == "a" for node in active)
     n_edges = found["edges_at"]["0.9"]
@@ -200,8 +186,3 @@ def _draw_circuit(axis: "Axes", found: Reading, shape: tuple[int, int]) -> None:
     axis.set_xlim(-0.9, n_heads + 0.9 + 0.25 * n_layers**0.7)
     axis.set_ylim(-(n_layers - 1) - 3.2, 2.2)
     axis.axis("off")
-
-
-def _offset(node: str, shape: tuple[int, int], dy: float) -> tuple[float, float]:
-    x, y = _place(node, shape)
-    return x, y + dy

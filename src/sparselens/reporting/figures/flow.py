@@ -1,12 +1,11 @@
 """Pictures from rows. Nothing here knows about models or torch: what a figure needs lies in the Run as JSON."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .style import BLUE, GREY, INK, LIGHT, pyplot, save
+import numpy as np
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from .style import BLUE, GREY, INK, LIGHT, Axes, pyplot, save
 
 
 def draw_flow(flow: dict[str, Any], path: str | Path) -> None:
@@ -28,55 +27,38 @@ def draw_flow(flow: dict[str, Any], path: str | Path) -> None:
                 arrowstyle="-|>", mutation_scale=20, linewidth=1.8, color=INK,
             )
         )  # fmt: skip
-        figure.text(
-            0.022, 0.5, "Sparsity-Regularised Finetuning", rotation=90, va="center", ha="center", fontsize=12, color=INK
-        )
+        style: Any = {"rotation": 90, "va": "center", "ha": "center", "fontsize": 12, "color": INK}
+        figure.text(0.022, 0.5, "Sparsity-Regularised Finetuning", **style)
         save(figure, path, dpi=160)
 
 
-def _draw_flow_panel(axis: "Axes", title: str, rows: dict[str, Any]) -> None:
+def _draw_flow_panel(axis: Axes, title: str, rows: dict[str, Any]) -> None:
     from matplotlib.collections import LineCollection
     from matplotlib.colors import to_rgb
     from matplotlib.patches import FancyBboxPatch
 
-    attention = rows["attention"]
+    attention = np.array(rows["attention"])
     n_layers, positions = len(attention), len(rows["input"])
-    blue, segments, colours, widths = to_rgb(BLUE), [], [], []
-    for layer, heads in enumerate(attention):
-        for head in heads:
-            for query, weights in enumerate(head):
-                for key, weight in enumerate(weights):
-                    if weight > 0:
-                        segments.append([(key, layer), (query, layer + 1)])
-                        colours.append((*blue, min(1.0, 0.04 + 0.9 * weight)))
-                        widths.append(0.5 + 1.5 * weight)
-    axis.add_patch(
-        FancyBboxPatch(
-            (-1.75, -0.9), positions + 1.35, n_layers + 2.35, boxstyle="round,pad=0.05", fill=False, ec=GREY, lw=1
-        )
-    )
+    segments = [[(key, layer), (query, layer + 1)] for layer, _, query, key in np.argwhere(attention > 0)]
+    weights = attention[attention > 0]
+    colours = [(*to_rgb(BLUE), min(1.0, 0.04 + 0.9 * weight)) for weight in weights]
+    frame = (-1.75, -0.9), positions + 1.35, n_layers + 2.35
+    axis.add_patch(FancyBboxPatch(*frame, boxstyle="round,pad=0.05", fill=False, ec=GREY, lw=1))
     for position in range(positions):  # the residual stream: every position passes itself on
         axis.plot([position, position], [0, n_layers], color=LIGHT, lw=0.8, ls=(0, (1, 2)), zorder=0)
-    axis.add_collection(LineCollection(segments, colors=colours, linewidths=widths, capstyle="round", zorder=1))
+    style: Any = {"colors": colours, "linewidths": 0.5 + 1.5 * weights, "capstyle": "round"}
+    axis.add_collection(LineCollection(segments, **style, zorder=1))
     for row in range(n_layers + 1):
         axis.scatter(range(positions), [row] * positions, s=20, color="white", edgecolor=INK, linewidth=0.8, zorder=2)
         if row:
             axis.text(-0.42, row, f"Layer {row - 1}", ha="right", va="center", fontsize=9, color=INK)
-    for position in range(positions):
-        unchanged = rows["input"][position] == rows["output"][position]
-        style: Any = {"ha": "center", "va": "center", "fontsize": 13, "family": "monospace"}
-        axis.text(position, -0.48, rows["input"][position], color=INK, **style)
-        axis.text(position, n_layers + 0.48, rows["output"][position], color=GREY if unchanged else INK, **style)
+    style = {"ha": "center", "va": "center", "fontsize": 13, "family": "monospace"}
+    for position, (word, answer) in enumerate(zip(rows["input"], rows["output"], strict=True)):
+        axis.text(position, -0.48, word, color=INK, **style)
+        axis.text(position, n_layers + 0.48, answer, color=GREY if word == answer else INK, **style)
     axis.text(-1.6, n_layers + 1.12, title, fontsize=12, fontweight="bold", va="center", color=INK)
-    axis.text(
-        positions - 0.55,
-        n_layers + 1.12,
-        f"{rows['edges']:,} attention edges",
-        fontsize=9,
-        va="center",
-        ha="right",
-        color=INK,
-    )
+    edges = f"{rows['edges']:,} attention edges"
+    axis.text(positions - 0.55, n_layers + 1.12, edges, fontsize=9, va="center", ha="right", color=INK)
     axis.set_xlim(-1.9, positions - 0.2)
     axis.set_ylim(-1.05, n_layers + 1.6)
     axis.axis("off")

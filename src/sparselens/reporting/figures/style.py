@@ -3,11 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+Axes: TypeAlias = Any  # matplotlib's; it is imported where something is drawn
 INK, GREY, LIGHT = "#1f2430", "#9aa3b2", "#d9dee7"
 BLUE = "#1f5fbf"  # colour-blind safe on white, prints as a dark grey
 ORANGE = "#d9730d"  # the sparse model; distinct from BLUE in every common colour blindness and in grey
@@ -28,7 +26,7 @@ def pyplot() -> Iterator[Any]:
         yield plt
 
 
-def save(figure: "Figure", *paths: str | Path, dpi: int = 220) -> None:
+def save(figure: Any, *paths: str | Path, dpi: int = 220) -> None:
     """The figure as files, suffixes say in which formats; then it is closed."""
     import matplotlib.pyplot as plt
 

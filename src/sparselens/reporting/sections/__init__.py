@@ -1,27 +1,17 @@
 """What the page shows of a Run, one module per section: files of the Run in, plain JSON values out. No torch.
 
-A section is two files. The module here (or anywhere else, with `register`):
+A section is two files: the module here (or anywhere else, with `register`),
 
     def weather(shown):                           # shown.run is the Run; shown["circuits"] are another section's rows
-        path = shown.run.path / "weather.json"
-        return shown.run.read("weather.json") if path.is_file() else None      # nothing yet
+        return shown.run.find("weather.json", None)       # None: nothing yet
 
     SECTION = Section("weather", "Weather", weather, lambda run: f"weather --out {run.path}", place=60)
 
-and its script, assets/weather.js (or another, named with `script`), which shows those rows:
-
-    import { element, emptyNotice, heading } from "./dom.js";
-    import { section } from "./sections.js";
-
-    section("weather", (place, run) => {
-      const title = heading("weather", "Weather", "What the sky did.");
-      const { weather, commands } = run;
-      place.replaceChildren(...title, weather ? element("p", {}, weather.sky) : emptyNotice("None:", commands.weather));
-    });
+and its script, assets/weather.js (or another, named with `script`), which shows those rows (docs/report.md has one).
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -73,6 +63,19 @@ class Shown:
         found = {name: self[name] for name in sections()}
         with reading(self.run.path):
             return found | {"commands": {name: section.command(self.run) for name, section in sections().items()}}
+
+
+def open_runs(runs: Sequence[Path | str | Run]) -> list[Shown]:
+    """One or two Runs, ready to be shown."""
+    if not 1 <= len(runs) <= 2:
+        raise ValueError(f"a report shows one or two Runs, not {len(runs)}")
+    return [Shown(run if isinstance(run, Run) else Run(run), 1 / len(runs)) for run in runs]
+
+
+def payload(runs: Sequence[Path | str | Run] | list[Shown], live: bool = False) -> dict[str, Any]:
+    """All the page shows, as one JSON value: {"runs": [{section: rows, ..., "commands"}, ...], "live"}."""
+    shown = [run for run in runs if isinstance(run, Shown)] or open_runs(runs)  # type: ignore[arg-type]
+    return {"runs": [run.value() for run in shown], "live": live}
 
 
 _registered: dict[str, Section] = {}

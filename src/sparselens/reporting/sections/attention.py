@@ -8,8 +8,8 @@ import numpy as np
 
 from ...runs.about import about
 from ...runs.run import Run
-from ..packing import finite, pack_margins, pack_weights
-from . import Section, Shown
+from ..packing import finite, pack_margins, pack_weights, read_tensors
+from . import Section
 
 BUDGET = 3_200_000  # characters of base64 for all prompts; the page stays under 5 MB
 
@@ -22,8 +22,7 @@ def attention(run: Run, budget: int = BUDGET) -> dict[str, Any] | None:
     if not (run.path / "attention" / "attention.json").is_file():
         return None
     rows = run.read("attention/attention.json")
-    prompts: list[dict[str, Any]] = []
-    left_out, room = [], budget
+    prompts, left_out, room = list[dict[str, Any]](), [], budget
     for i, prompt in enumerate(rows["prompts"]):
         share = room / (len(rows["prompts"]) - i)  # what earlier prompts did not need is there for later ones
         packed = _fitting(prompt, run.path / "attention", share)
@@ -36,7 +35,7 @@ def attention(run: Run, budget: int = BUDGET) -> dict[str, Any] | None:
             left_out.append(f"the control's maps of {prompt['text'][:60]!r}")
         room -= _size(packed)
         prompts.append(packed)
-    kept = {"shape": rows.get("shape"), "notes": rows.get("notes"), "filled": about(run)["filled"]}
+    kept = {"shape": rows.get("shape"), "notes": rows.get("notes"), "filled": about(run).filled}
     return finite(kept | {"prompts": prompts, "left_out": left_out})
 
 
@@ -51,40 +50,27 @@ def _fitting(prompt: dict[str, Any], folder: Path, room: float) -> dict[str, Any
 
 
 def _size(packed: dict[str, Any]) -> int:
-    return sum(len(array["data"]) for model in packed["models"].values() for array in _arrays(model))
-
-
-def _arrays(model: dict[str, Any]) -> list[dict[str, Any]]:
-    return [model[name] for name in ("weights", "margin") if name in model]
+    arrays = (model[name] for model in packed["models"].values() for name in ("weights", "margin") if name in model)
+    return sum(len(array["data"]) for array in arrays)
 
 
 def _prompt(prompt: dict[str, Any], tensors: dict[str, np.ndarray], bits: int, without: str) -> dict[str, Any]:
     models: dict[str, dict[str, Any]] = {}
     for role, answer in prompt["models"].items():
-        if role == without:
-            continue
-        weights = tensors[f"{role}.weights"]
-        n_open = int((weights > 0).sum())
-        models[role] = answer | {"weights": pack_weights(weights, bits), "open": n_open}
-        if f"{role}.margin" in tensors:
-            models[role]["margin"] = pack_margins(tensors[f"{role}.margin"])
+        weights, margins = tensors[f"{role}.weights"], tensors.get(f"{role}.margin")
+        if role != without:
+            models[role] = answer | {"weights": pack_weights(weights, bits), "open": int((weights > 0).sum())}
+            models[role] |= {} if margins is None else {"margin": pack_margins(margins)}
     return {"text": prompt["text"], "tokens": prompt["tokens"], "cut": prompt.get("cut", False), "models": models}
 
 
 def read_maps(path: Path) -> dict[str, np.ndarray]:
     """A prompt's attention: ROLE.weights and, for a gated model, ROLE.margin, [layers, heads, queries, keys]."""
-    from safetensors.numpy import load_file
-
-    try:
-        return load_file(path)
-    except Exception as error:  # safetensors has its own error type; all mean a damaged or missing file
-        raise ValueError(f"{path} cannot be read ({error}); remove its folder and build the report again") from error
+    return read_tensors(path, "remove its folder and build the report again")
 
 
-def _shown(shown: Shown) -> dict[str, Any] | None:
-    return attention(shown.run, int(BUDGET * shown.share))
+def _command(run: Run) -> str:
+    return f"sparselens report {shlex.quote(str(run.path))}"
 
 
-SECTION = Section(
-    "attention", "Attention", _shown, lambda run: f"sparselens report {shlex.quote(str(run.path))}", place=30
-)
+SECTION = Section("attention", "Attention", lambda s: attention(s.run, int(BUDGET * s.share)), _command, place=30)

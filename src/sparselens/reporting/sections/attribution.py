@@ -15,13 +15,20 @@ import numpy as np
 from ...attribution.rows import TraceRows
 from ...runs.about import about
 from ...runs.run import Run, read_json
-from ..packing import finite, short
+from ..packing import finite, read_tensors, short
 from . import Section
 
 MOST_LINKS = 40  # of an edge's departure and arrival each
 MOST_NODES, MOST_EDGES = 400, 3000
 MOST_SINGLES = 40  # edges between single nodes, with their checks
 KINDS = ("feature", "error", "token", "position", "bias", "logit")
+# What is shown as it was written: of a trace, and of an edge.
+TOLD = (
+    "prompt", "tokens", "n_layers", "n_heads", "model", "completeness_error", "scores", "agreement", "agreement_direct",
+)  # fmt: skip
+NUMBERS = (
+    "weight", "single_hop", "multi_hop", "direct", "predicted", "measured", "predicted_direct", "measured_direct",
+)  # fmt: skip
 
 
 def trace_files(folder: Path) -> list[Path]:
@@ -58,26 +65,15 @@ def one_trace(value: Mapping[str, Any], name: str) -> dict[str, Any]:
     """trace.json with names made indices, lists cut to what fits, and nothing missing that the page needs."""
     clusters = [_cluster(cluster) for cluster in value.get("clusters", [])]
     place = {cluster["name"]: i for i, cluster in enumerate(clusters)}
-    rows = [_edge(edge, place) for edge in value.get("edges") or value.get("cluster_edges") or []]
+    rows = [_edge(edge, place) for edge in value.get("edges") or []]
     edges = sorted((edge for edge in rows if edge), key=lambda edge: -edge["flow"])
-    targets = value.get("target")
-    listed = targets if isinstance(targets, list) else [targets]
-    labels = [str(target.get("label", "")) if isinstance(target, dict) else str(target) for target in listed]
-    kept = (
-        "prompt", "tokens", "n_layers", "n_heads", "model", "completeness_error", "scores", "agreement",
-        "agreement_direct",
-    )  # fmt: skip
-    found: dict[str, Any] = finite({key: value.get(key) for key in kept})
-    return found | {
-        "name": name,
-        "role": "sparse" if value.get("gated") else "dense",
-        "target": ", ".join(labels),
-        "clusters": clusters,
-        "edges": edges,
-        "main": _main(value.get("main"), edges, place),
+    return finite({key: value.get(key) for key in TOLD}) | {
+        "name": name, "role": "sparse" if value.get("gated") else "dense",
+        "target": ", ".join(str(target.get("label", "")) for target in value.get("target") or []),
+        "clusters": clusters, "edges": edges, "main": _main(value.get("main"), edges, place),
         "looks": [_look(look) for look in value.get("looks") or []],
         "singles": short(((value.get("interventions") or {}).get("rows") or [])[:MOST_SINGLES], 6),
-    }
+    }  # fmt: skip
 
 
 def _main(main: dict[str, Any] | None, edges: list[dict[str, Any]], place: dict[str, int]) -> dict[str, Any] | None:
@@ -92,62 +88,34 @@ def _main(main: dict[str, Any] | None, edges: list[dict[str, Any]], place: dict[
 
 def _look(look: dict[str, Any]) -> dict[str, Any]:
     """Why a head looks there. `closing` in words: which source the gate could not do without."""
-    closing = [
-        f"{one['source']} (margin {one['margin_without']:.2f})" if isinstance(one, dict) else str(one)
-        for one in look.get("closing") or []
-    ]
+    closing = [f"{one['source']} (margin {one['margin_without']:.2f})" for one in look.get("closing") or []]
     return dict(short(look | {"closing": closing}, 6))
 
 
 def _cluster(cluster: dict[str, Any]) -> dict[str, Any]:
-    layers = cluster.get("layers") or [cluster.get("layer", 0)]
-    positions = cluster.get("positions")
-    if positions is None:
-        at = cluster.get("position")
-        positions = at if isinstance(at, list) else [] if at is None else [at]
-    return {
-        "name": str(cluster.get("name", "?")),
-        "kind": cluster.get("kind", "feature"),
-        "layers": [min(layers), max(layers)],
-        "positions": positions,
-        "size": cluster.get("n_features", len(cluster.get("nodes") or [])),
-    }
+    found = {"name": str(cluster.get("name", "?")), "kind": cluster.get("kind", "feature")}
+    places = {"layers": cluster.get("layers") or [0, 0], "positions": cluster.get("positions") or []}
+    return found | places | {"size": cluster.get("n_features", len(cluster.get("nodes") or []))}
 
 
 def _edge(edge: dict[str, Any], place: dict[str, int]) -> dict[str, Any] | None:
-    ends = [place.get(end, -1) if isinstance(end, str) else int(end) for end in (edge["source"], edge["target"])]
-    if min(ends) < 0 or max(ends) >= len(place):
+    ends = {end: place.get(edge[end]) for end in ("source", "target")}
+    if not isinstance(edge["source"], str) or not isinstance(edge["target"], str):
+        raise TypeError(f"an edge from {edge['source']!r} to {edge['target']!r}")
+    if None in ends.values():
         return None
-    names = (
-        "weight", "single_hop", "multi_hop", "direct", "predicted", "measured", "predicted_direct", "measured_direct",
-    )  # fmt: skip
     # How much influence passes is comparable between edges; weights are in units of their targets.
-    numbers = {name: edge.get(name) for name in names} | {"flow": abs(edge.get("flow", edge["weight"]))}
+    numbers = {name: edge.get(name) for name in NUMBERS} | {"flow": abs(edge.get("flow", edge["weight"]))}
     links = {name: short((edge.get(name) or [])[:MOST_LINKS], 6) for name in ("departure", "arrival")}
-    heads = [_head(head) for head in edge.get("heads_for_80") or []]
-    return {**finite(numbers), **links, "source": ends[0], "target": ends[1], "heads": heads}
-
-
-def _head(head: Any) -> dict[str, Any]:
-    """{"layer", "head", "share"} from that, from [layer, head], or from a name such as L3-H1 or a3.h1."""
-    if isinstance(head, dict):
-        return {key: head.get(key) for key in ("layer", "head", "share")}
-    if isinstance(head, str):
-        layer, _, number = head.lower().replace("-h", ".h").partition(".h")
-        return {"layer": int(layer.lstrip("al")), "head": int(number), "share": None}
-    return {"layer": int(head[0]), "head": int(head[1]), "share": None}
+    heads = [{key: head.get(key) for key in ("layer", "head", "share")} for head in edge.get("heads_for_80") or []]
+    return finite(numbers) | links | ends | {"heads": heads}
 
 
 def features(folder: Path) -> dict[str, Any] | None:
     """The kept nodes and edges of a saved Graph as columns, most influential first; None where none was saved."""
     if not (folder / "graph.safetensors").is_file():
         return None
-    from safetensors.numpy import load_file
-
-    try:
-        table = load_file(folder / "graph.safetensors")
-    except Exception as error:  # safetensors has its own error type
-        raise ValueError(f"{folder / 'graph.safetensors'} cannot be read ({error}); trace the prompt again") from error
+    table = read_tensors(folder / "graph.safetensors", "trace the prompt again")
     kept = np.flatnonzero(table["node_kept"])
     kept = kept[np.argsort(-table["influence"][kept], kind="stable")]
     ends = np.isin(table["kind"][kept], [KINDS.index("token"), KINDS.index("logit")])
@@ -155,29 +123,21 @@ def features(folder: Path) -> dict[str, Any] | None:
     place = np.full(len(table["kind"]), -1)
     place[kept] = np.arange(len(kept))
     target = np.repeat(table["row_target"], np.diff(table["first"]))
-    inside = table["edge_kept"].astype(bool) & (place[table["source"]] >= 0) & (place[target] >= 0)
-    edges = np.flatnonzero(inside)
+    edges = np.flatnonzero(table["edge_kept"].astype(bool) & (place[table["source"]] >= 0) & (place[target] >= 0))
     edges = edges[np.argsort(-np.abs(table["weight"][edges]), kind="stable")][:MOST_EDGES]
-    found: dict[str, Any] = short(
-        {
-            "kinds": KINDS,
-            **{
-                name: table[name][kept].tolist()
-                for name in ("kind", "layer", "position", "index", "value", "influence")
-            },
-            "from": place[table["source"][edges]].tolist(),
-            "to": place[target[edges]].tolist(),
-            "weight": table["weight"][edges].tolist(),
-            "total_nodes": int(table["node_kept"].sum()),
-            "total_edges": int(table["edge_kept"].sum()),
-        }
-    )
-    return found
+    columns = ("kind", "layer", "position", "index", "value", "influence")
+    found: dict[str, Any] = {
+        "kinds": KINDS, **{name: table[name][kept].tolist() for name in columns},
+        "from": place[table["source"][edges]].tolist(), "to": place[target[edges]].tolist(),
+        "weight": table["weight"][edges].tolist(),
+        "total_nodes": int(table["node_kept"].sum()), "total_edges": int(table["edge_kept"].sum()),
+    }  # fmt: skip
+    return short(found)
 
 
 def _command(run: Run) -> str:
     folder = shlex.quote(str(run.path))
-    prompt = shlex.quote([*about(run)["prompts"], 'The opposite of "large" is "'][0])
+    prompt = shlex.quote([*about(run).prompts, 'The opposite of "large" is "'][0])
     return f"sparselens trace {folder} --transcoder TRANSCODER --prompt {prompt} --out {folder}/trace"
 
 

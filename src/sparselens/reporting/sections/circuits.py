@@ -8,6 +8,8 @@ A point of the curve is a circuit that was run: the best n edges, dead ends remo
 """
 
 import shlex
+from bisect import bisect_left, bisect_right
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +30,12 @@ DRAWN = ("circuit", "columns", "length")  # of a reading: what is told otherwise
 
 def circuits(run: Run) -> dict[str, Any] | None:
     """Every task's comparison found in the Run, as {"tasks": [...], "names": {...}}; None where there is none."""
-    tasks: list[dict[str, Any]] = []
-    names: dict[str, str] = {}
+    tasks, names = dict[str, dict[str, Any]](), dict[str, str]()
     found, problems = comparisons(run.path)
     for path, rows in found:
         names |= rows.get("names", {})
-        known = {task["name"] for task in tasks}
-        tasks += [_task(name, row, path) for name, row in rows["tasks"].items() if name not in known]
-    if not tasks and not problems:
-        return None
-    return {"tasks": tasks, "names": names, "problems": problems}
+        tasks |= {name: _task(name, row, path) for name, row in rows["tasks"].items() if name not in tasks}
+    return {"tasks": list(tasks.values()), "names": names, "problems": problems} if tasks or problems else None
 
 
 def comparisons(folder: Path) -> tuple[list[tuple[Path, ComparisonRows]], list[str]]:
@@ -47,9 +45,7 @@ def comparisons(folder: Path) -> tuple[list[tuple[Path, ComparisonRows]], list[s
     """
     fixed = [folder / "circuits.json", folder / "circuits" / "results.json"]
     found, problems = [], []
-    for path in [*fixed, *sorted((folder / "circuits").glob("*/results.json"))]:
-        if not path.is_file():
-            continue
+    for path in filter(Path.is_file, [*fixed, *sorted((folder / "circuits").glob("*/results.json"))]):
         value = read_json(path)
         if not isinstance(value, dict):
             raise ValueError(f"{path} is damaged: expected an object; run the comparison again or remove it")
@@ -65,13 +61,11 @@ def _task(name: str, row: TaskRow, path: Path) -> dict[str, Any]:
     models = {role: row["models"][role] for role in ROLES if role in row["models"]}
     readings = dict.fromkeys(reading for model in models.values() for reading in model["readings"])
     return {
-        "name": name,
-        "metric": next(iter(models.values())).get("metric"),
-        "overlap": row.get("overlap"),
+        "name": name, "metric": next(iter(models.values())).get("metric"), "overlap": row.get("overlap"),
         "models": {role: _model(model) for role, model in models.items()},
         "readings": [_reading(reading, name, models, path) for reading in readings],
         "multipliers": finite(row.get("multipliers", {})),
-    }
+    }  # fmt: skip
 
 
 def _model(results: Results) -> dict[str, Any]:
@@ -88,35 +82,27 @@ def _reading(reading: str, task: str, models: dict[str, Results], path: Path) ->
 
     picture: how its circuits are drawn: as a graph of components, on tokens, or not at all.
     """
-    words, shown = wording(reading), {}
-    picture = None
+    words, shown, picture = wording(reading), {}, None
     for role, results in models.items():
         found = results["readings"].get(reading)
         if not found:
             continue
+        drawn: dict[str, Any] = {"n_layers": results["n_layers"], "n_heads": results["n_heads"]}
         picture = "tokens" if "columns" in found else "graph" if reading == "components" else None
-        drawn = _on_tokens(found) if picture == "tokens" else {}
-        if picture == "graph":
-            edges, prefix = drawable(results, _whole(path.parent, task, role))
-            drawn = {"edges": edges, "prefix": prefix}
-        numbers = {name: value for name, value in found.items() if name not in DRAWN}
-        shape = {"n_layers": results["n_layers"], "n_heads": results["n_heads"]}
-        shown[role] = finite(numbers) | drawn | shape
+        if picture == "tokens":
+            drawn |= _on_tokens(found)
+        elif picture == "graph":
+            drawn["edges"], drawn["prefix"] = drawable(results, _whole(path.parent, task, role))
+        shown[role] = finite({name: value for name, value in found.items() if name not in DRAWN}) | drawn
     title = task if reading == "components" else f"{task}: {words.label.lower()}"
     return {"name": reading, "title": title, "edges": words.edges, "picture": picture, "models": shown}
 
 
 def _on_tokens(found: Reading) -> dict[str, Any]:
     """The attention edges behind a curve, best first, as columns: the first n are the circuit of size n."""
-    columns = list(zip(*found["circuit"], strict=True)) or [()] * len(found["columns"])
-    digits = {"score": 6, "weight": 4}
-    return {
-        "tokens": found["tokens"],
-        "edges": {
-            name: short(list(column), digits.get(name, 6))
-            for name, column in zip(found["columns"], columns, strict=True)
-        },
-    }
+    names, rows = found["columns"], found["circuit"]
+    edges = {name: short([row[i] for row in rows], 4 if name == "weight" else 6) for i, name in enumerate(names)}
+    return {"tokens": found["tokens"], "edges": edges}
 
 
 def _whole(folder: Path, task: str, role: str) -> Circuit | None:
@@ -129,61 +115,54 @@ def _whole(folder: Path, task: str, role: str) -> Circuit | None:
 def drawable(results: Results, whole: Circuit | None, most: int = MOST) -> tuple[dict[str, Any], list[int | None]]:
     """(edges, best first, as columns from, to, through, score; per measured size the prefix that is it, or None)."""
     found = results["readings"]["components"]
-    parallel = whole.components.parallel if whole else False
-    c = whole.components if whole else Components(int(results["n_layers"]), int(results["n_heads"]), parallel)
     settings = results.get("settings", {})
     signed = bool(settings.get("signed", False))
     if whole is not None:
-        order = whole.order(settings.get("selection", "top"), not signed)
-        scores = whole.scores.ravel()
+        c, order, scores = whole.components, whole.order(settings.get("selection", "top"), not signed), whole.scores
     else:
+        c = Components(int(results["n_layers"]), int(results["n_heads"]))
         listed = sorted(found.get("circuit", []), key=lambda edge: -(edge[1] if signed else abs(edge[1])))
         places = [c.edge(name) for name, _ in listed]
         order = np.array([reader * c.n_writers + writer for reader, writer in places], dtype=int)
-        scores = np.zeros(c.n_readers * c.n_writers)
-        scores[order] = [score for _, score in listed]
+        scores = np.zeros((c.n_readers, c.n_writers))
+        scores.ravel()[order] = [score for _, score in listed]
     order = _live(c, order, most)
-    sizes = [int(n) for n in found["curve"]["edges"]]
-    prefixes = [_prefix(c, order, size) for size in sizes]
+    prefixes = [_prefix(c, order, int(size)) for size in found["curve"]["edges"]]
     readers, writers = np.divmod(order, c.n_writers)
     targets = [c.readers[r] for r in readers]
     nodes = ["input", *c.writers[1:], "logits"]
     place = {node: i for i, node in enumerate(nodes)}
     columns = {
-        "nodes": nodes,
-        "from": [place[c.writers[w]] for w in writers],
+        "nodes": nodes, "from": [place[c.writers[w]] for w in writers],
         "to": [place[target.partition("<")[0]] for target in targets],
         "through": "".join(target.partition("<")[2][:1] or "-" for target in targets),
-        "score": short(scores[order].tolist(), 6),
-    }
+        "score": short(scores.ravel()[order].tolist(), 6),
+    }  # fmt: skip
     return columns, prefixes
 
 
 def _live(c: Components, order: np.ndarray, most: int) -> np.ndarray:
     """The first edges of the order that lie on a path among themselves, at most `most` of them."""
-    if not len(order):
-        return order
-    low, high = 0, len(order)
-    while low < high:  # the longest prefix with no more than `most` live edges
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if c.prune(c.mask(order[:middle])).sum() <= most else (low, middle - 1)
-    mask = c.prune(c.mask(order[:low])).ravel()
-    return np.asarray(order[:low][mask[order[:low]]])
+    # The longest prefix with no more than `most` live edges: their number only grows.
+    order = order[: bisect_right(range(len(order) + 1), most, key=partial(_n_live, c, order)) - 1]
+    return np.asarray(order[c.prune(c.mask(order)).ravel()[order]])
 
 
 def _prefix(c: Components, order: np.ndarray, size: int) -> int | None:
     """The shortest prefix with exactly `size` live edges, or None."""
-    low, high = 0, len(order)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if c.prune(c.mask(order[:middle])).sum() >= size else (middle + 1, high)
-    return low if int(c.prune(c.mask(order[:low])).sum()) == size else None
+    n = bisect_left(range(len(order)), size, key=partial(_n_live, c, order))
+    return n if _n_live(c, order, n) == size else None
+
+
+def _n_live(c: Components, order: np.ndarray, n: int) -> int:
+    """How many of the first n edges lie on a path among themselves."""
+    return int(c.prune(c.mask(order[:n])).sum())
 
 
 def _command(run: Run) -> str:
     folder, own = shlex.quote(str(run.path)), (run.path / "base" / "model").is_dir()
     dense = f"{folder}/base/model" if own else shlex.quote(str(run.record.get("config", {}).get("model", "MODEL")))
-    task = shlex.quote(about(run)["task"] or "ioi")
+    task = shlex.quote(about(run).task or "ioi")
     return f"sparselens compare {dense} {folder} --tasks {task} --out {folder}/circuits"
 
 

@@ -3,11 +3,10 @@
 Every verdict is a rule below, computed from the Run's own numbers: none is written by hand.
 """
 
-from typing import Any, TypedDict
+from typing import Any
 
 from ...circuits.rows import MEAN, wording
 from ...runs.about import About, about
-from ...runs.run import Run
 from ..packing import finite
 from . import Section, Shown
 from .training import resume_command, title
@@ -16,45 +15,28 @@ ROLES = ("base", "control", "sparse")
 OTHERS = {"dense": "dense base", "control": "dense control"}
 GOOD_COMPLETENESS = 1e-3
 Row = dict[str, Any]  # of a file of the Run: evaluation.json, summary.json, run.json's config
-
-
-class Verdict(TypedDict):
-    """What a rule says: state is met, care, missed or open."""
-
-    state: str
-    label: str
-    detail: str
+Verdict = dict[str, str]  # what a rule says
 
 
 def summary(shown: Shown) -> dict[str, Any]:
     """Title, sentence, table, verdicts, provenance."""
     run, circuits = shown.run, shown["circuits"]
-    rows = _rows(run)
-    name = "results.json" if run.record.get("kind") == "transcode" else "summary.json"
-    results = run.read(name) if (run.path / name).is_file() else {}
-    config, told = run.record.get("config", {}), about(run)
-    return finite(
-        {
-            "title": title(run),
-            "kind": run.record.get("kind", "run"),
-            "sentence": _sentence(title(run), rows, results, config, told),
-            "exact": told["exact"],
-            "table": [_table_row(role, rows.get(role), circuits) for role in ROLES if role in rows],
-            "task": circuits["tasks"][0]["name"] if circuits and circuits["tasks"] else None,
-            "verdicts": verdicts(rows, results, config, circuits, shown["attribution"]),
-            "facts": _facts(results) if "fvu" in results else [],
-            "per_head": (rows.get("sparse") or {}).get("density_per_head"),
-            "settings": _settings(config),
-            "provenance": run.record.get("provenance", {}),
-            "run": run.path.name,
-        }
-    )
-
-
-def _rows(run: Run) -> dict[str, Row]:
-    if not (run.path / "evaluation.json").is_file():
-        return {}
-    return {row["kind"]: row for row in run.read("evaluation.json")}
+    rows: dict[str, Row] = {row["kind"]: row for row in run.find("evaluation.json", [])}
+    results = run.find("results.json" if run.record.get("kind") == "transcode" else "summary.json", {})
+    config, told, task = run.record.get("config", {}), about(run), next(iter((circuits or {}).get("tasks", [])), None)
+    found = {
+        "title": title(run), "kind": run.record.get("kind", "run"), "run": run.path.name, "exact": told.exact,
+        "sentence": _sentence(title(run), rows, results, config, told),
+        "table": [_table_row(role, rows[role], task) for role in ROLES if role in rows],
+        "task": task["name"] if task else None,
+        "verdicts": verdicts(rows, results, config, circuits, shown["attribution"]),
+        # Every single number of a transcoder's results.
+        "facts": [[key.replace("_", " "), value] for key, value in results.items() if isinstance(value, int | float)]
+        if "fvu" in results else [],
+        "per_head": (rows.get("sparse") or {}).get("density_per_head"), "settings": _settings(config),
+        "provenance": run.record.get("provenance", {}),
+    }  # fmt: skip
+    return finite(found)
 
 
 def _sentence(name: str, rows: dict[str, Row], summary: Row, config: Row, told: About) -> str:
@@ -66,8 +48,8 @@ def _sentence(name: str, rows: dict[str, Row], summary: Row, config: Row, told: 
         )
     if sparse is None:
         return f"{name}: this Run has not been evaluated yet."
-    text = f"{told['name'] or name} keeps {_percent(sparse['density'])} of its attention edges"
-    if told["exact"]:
+    text = f"{told.name or name} keeps {_percent(sparse['density'])} of its attention edges"
+    if told.exact:
         return f"{text} and gets {_percent(sparse['exact'])} of held-out sequences exactly right."
     if config.get("loss") == "kl" and sparse.get("kl_to_base") is not None:
         return f"{text}, at {sparse['kl_to_base']:.3f} nats KL to the base model."
@@ -80,37 +62,29 @@ def _percent(share: float) -> str:
     return f"{share:.2%}".replace(".00%", "%").replace("%", "\N{NO-BREAK SPACE}%")
 
 
-def _table_row(role: str, row: Row | None, circuits: Row | None) -> dict[str, Any]:
-    row = row or {}
+def _table_row(role: str, row: Row, task: Row | None) -> dict[str, Any]:
     names = ("loss", "loss_standard_error", "kl_to_base", "density", "edges_per_query", "exact", "sequences")
     found = {"role": role} | {name: row.get(name) for name in names}
-    task = circuits["tasks"][0] if circuits and circuits["tasks"] else None
     name = "dense" if role == "base" else role
     if task and name in task["models"]:
         graph, model = task["readings"][0]["models"][name], task["models"][name]
-        found["circuit_edges"] = graph["edges_at"].get("0.9")
-        found["circuit_total"] = graph["n_edges"]
+        found |= {"circuit_edges": graph["edges_at"].get("0.9"), "circuit_total": graph["n_edges"]}
         found["heads"] = model.get("heads_at", {}).get("0.9")
         found["heads_total"] = model["n_layers"] * model["n_heads"]
     return found
 
 
 def verdicts(
-    rows: dict[str, Row],
-    summary: Row,
-    config: Row,
-    circuits: Row | None,
-    traces: list[dict[str, Any]],
+    rows: dict[str, Row], summary: Row, config: Row, circuits: Row | None, traces: list[dict[str, Any]]
 ) -> list[Verdict]:
     """What met its target and what did not, most important first."""
+    circuits = circuits or {}
     found = [*_of_training(rows, summary, config)]
-    for task in (circuits or {}).get("tasks", []):
+    for task in circuits.get("tasks", []):
         found += _of_circuit(task)
-    for problem in (circuits or {}).get("problems", []):
-        found.append(_verdict("missed", "Circuits", problem))
+    found += [_verdict("missed", "Circuits", problem) for problem in circuits.get("problems", [])]
     for trace in traces:
-        error = trace.get("completeness_error")
-        if error is not None:
+        if (error := trace.get("completeness_error")) is not None:
             state = "met" if error <= GOOD_COMPLETENESS else "missed"
             text = f"largest relative residual of any row {error:.1e} (at most {GOOD_COMPLETENESS:.0e})"
             found.append(_verdict(state, f"Attribution adds up ({trace['role']} model)", text))
@@ -118,22 +92,19 @@ def verdicts(
 
 
 def _verdict(state: str, label: str, detail: str) -> Verdict:
+    """state: met, care, missed or open."""
     return {"state": state, "label": label, "detail": detail}
 
 
-def _of_training(rows: dict[str, Any], summary: dict[str, Any], config: dict[str, Any]) -> list[Verdict]:
+def _of_training(rows: dict[str, Row], summary: Row, config: Row) -> list[Verdict]:
     sparse, base, control = (rows.get(role) for role in ("sparse", "base", "control"))
     if "fvu" in summary:
         return _of_transcoder(summary)
     if sparse is None:
         return [_verdict("open", "Not evaluated", "the Run has not finished; continue it with --resume")]
     what = summary.get("target_of") or ("KL to base" if config.get("loss") == "kl" else "held-out loss")
-    return [
-        *_constraint(sparse, summary, config, what),
-        *_on_unseen(sparse, base, control, summary, config, what == "KL to base"),
-        *_control(base, control),
-        *_layers(sparse),
-    ]
+    training, unseen = _constraint(sparse, summary, config, what), _on_unseen(rows, summary, config, what)
+    return training + unseen + _control(base, control) + _layers(sparse)
 
 
 def _constraint(sparse: Row, summary: Row, config: Row, what: str) -> list[Verdict]:
@@ -166,11 +137,11 @@ def _layers(sparse: Row) -> list[Verdict]:
     layers = sparse.get("density_per_layer")
     if not layers:
         return []
-    stuck = [i for i, share in enumerate(layers) if share > 0.5]
+    stuck = ", ".join(str(i) for i, share in enumerate(layers) if share > 0.5)
     detail = f"{_percent(sparse['density'])} open; layers from {_percent(min(layers))} to {_percent(max(layers))}"
-    detail += f"; more than half open in layer {', '.join(map(str, stuck))}" if stuck else ""
-    label = "Layers stuck open" if stuck else "No layer stuck open"
-    return [_verdict("care" if stuck else "met", label, detail)]
+    if stuck:
+        return [_verdict("care", "Layers stuck open", f"{detail}; more than half open in layer {stuck}")]
+    return [_verdict("met", "No layer stuck open", detail)]
 
 
 def _of_transcoder(results: dict[str, Any]) -> list[Verdict]:
@@ -189,29 +160,22 @@ def _of_transcoder(results: dict[str, Any]) -> list[Verdict]:
     return found
 
 
-def _facts(results: dict[str, Any]) -> list[list[Any]]:
-    """Every single number of a transcoder's results."""
-    return [[name.replace("_", " "), value] for name, value in results.items() if isinstance(value, int | float)]
-
-
-def _on_unseen(
-    sparse: Row, base: Row | None, control: Row | None, summary: Row, config: Row, kl: bool
-) -> list[Verdict]:
+def _on_unseen(rows: dict[str, Row], summary: Row, config: Row, what: str) -> list[Verdict]:
     """The constraint again, on held-out sequences that steered nothing."""
-    if "target" not in summary or base is None:
+    if "target" not in summary or "base" not in rows:
         return []
+    sparse, base = rows["sparse"], rows["base"]
     sequences = f"{sparse['sequences']:,} held-out sequences that steered nothing"
-    if kl:
-        value, limit, text = sparse["kl_to_base"], summary["target"], "KL to base"
-        detail = f"{text} {value:.4g} nats, allowed {limit:.4g} ({sequences})"
+    if what == "KL to base":
+        value, limit = sparse["kl_to_base"], summary["target"]
+        detail = f"KL to base {value:.4g} nats, allowed {limit:.4g} ({sequences})"
+    elif config.get("target") not in ("base", "control", None):
+        value, limit = sparse["loss"], summary["target"]
+        detail = f"loss {value:.4g} nats, allowed {limit:.4g} ({sequences})"
     else:
-        other = control if config.get("target") == "control" and control else base
+        other = rows.get("control", base) if config.get("target") == "control" else base
         value, limit = sparse["loss"] - other["loss"], config.get("tolerance", 0.0)
-        if config.get("target") not in ("base", "control", None):
-            value, limit = sparse["loss"], summary["target"]
-            detail = f"loss {value:.4g} nats, allowed {limit:.4g} ({sequences})"
-        else:
-            detail = f"loss {value:+.4g} nats against {other['kind']}, allowed {limit:+.4g} ({sequences})"
+        detail = f"loss {value:+.4g} nats against {other['kind']}, allowed {limit:+.4g} ({sequences})"
     return [_verdict("met" if value <= limit else "missed", "On unseen text", detail)]
 
 
@@ -223,17 +187,15 @@ def _of_circuit(task: dict[str, Any]) -> list[Verdict]:
             if not m:
                 continue
             state = "met" if m["low"] > 1 else "missed" if m["high"] < 1 else "care"
-            times = m["multiplier"]
-            text = f"{times:.1f}x fewer" if times >= 1 else f"{1 / times:.1f}x more"
+            text = f"{m['multiplier']:.1f}x fewer" if m["multiplier"] >= 1 else f"{1 / m['multiplier']:.1f}x more"
             detail = (
                 f"for 90 % of the effect {m['dense_edges']:,} edges in the {OTHERS[baseline]}, {m['sparse_edges']:,} "
                 f"in the sparse model: {text} (ratio {m['low']:.2g} to {m['high']:.2g}, n = {m['n_prompts']} prompts)"
             )
             if mean:
                 detail += f"; mean ratio from 50 to 95 %: {mean['multiplier']:.2g}"
-            label = f"{wording(reading).label} of {task['name']}"
-            label += "" if baseline == "dense" else f", against the {baseline}"
-            found.append(_verdict(state, label, detail))
+            against = "" if baseline == "dense" else f", against the {baseline}"
+            found.append(_verdict(state, f"{wording(reading).label} of {task['name']}{against}", detail))
     return found
 
 

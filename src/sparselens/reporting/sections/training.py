@@ -20,13 +20,12 @@ def training(run: Run) -> dict[str, Any] | None:
     lines = _lines(run.path)
     if not lines:
         return None
-    found = _transcoder(lines) if run.record.get("kind") == "transcode" else _sparsified(run, lines)
-    return short(found, 5)
+    return short(_transcoder(lines) if run.record.get("kind") == "transcode" else _sparsified(run, lines))
 
 
 def _sparsified(run: Run, lines: list[dict[str, Any]]) -> dict[str, Any]:
     config = run.record.get("config", {})
-    summary = run.read("summary.json") if (run.path / "summary.json").is_file() else {}
+    summary = run.find("summary.json", {})
     control = _lines(run.path / "control")
     steps = config.get("training", {}).get("steps") or lines[-1]["step"]
     series = {
@@ -55,13 +54,9 @@ def _sparsified(run: Run, lines: list[dict[str, Any]]) -> dict[str, Any]:
         _chart("Speed", "tokens per second", ("sparse", "sparse", "tokens_per_second", "sparse", "line"),
                ("control", "control", "tokens_per_second", "control", "faint")),
     ]  # fmt: skip
-    return {
-        "series": series,
-        "charts": charts,
-        "per_layer": _per_layer(lines, "heldout_density_per_layer", "Density of every layer over time", "held out"),
-        "best_step": summary.get("best_step"),
-        **(BUDGET if config.get("density") else CONSTRAINT),
-    }
+    found = {"series": series, "charts": charts, "best_step": summary.get("best_step")}
+    layers = _per_layer(lines, "heldout_density_per_layer", "Density of every layer over time", "held out")
+    return found | {"per_layer": layers} | (BUDGET if config.get("density") else CONSTRAINT)
 
 
 BUDGET = {
@@ -104,24 +99,20 @@ def _transcoder(lines: list[dict[str, Any]]) -> dict[str, Any]:
                ("the model itself", "heldout", "heldout_model_loss", "dense", "line")),
         _chart("Speed", "tokens per second", ("training", "training", "tokens_per_second", "sparse", "line")),
     ]  # fmt: skip
+    filled = [[table, name] for table in series for name in series[table] if set(series[table][name]) - {None}]
     return {
-        "series": series,
-        "charts": [chart for chart in charts if any(_any(series, line["of"]) for line in chart["lines"])],
+        "series": series, "best_step": None,
+        "charts": [chart for chart in charts if any(line["of"] in filled for line in chart["lines"])],
         "per_layer": _per_layer(lines, "fvu_per_layer", "FVU of every layer over time", "training batches"),
-        "best_step": None,
         "lead": "Features learn to write what the MLPs write, few of them at a time.",
         "how": ["FVU 0 is perfect reconstruction, 1 is no better than the mean. L0 counts active features."],
-    }
+    }  # fmt: skip
 
 
 def _chart(title: str, unit: str, *lines: tuple[str, ...], log: bool = False, share: bool = False) -> dict[str, Any]:
     """Each line: name, table, column, colour, style (line, faint, dashed or points)."""
     parts = [{"name": n, "of": [table, column], "colour": c, "style": s} for n, table, column, c, s in lines]
     return {"title": title, "unit": unit + (", log scale" if log else ""), "lines": parts, "log": log, "share": share}
-
-
-def _any(series: dict[str, dict[str, list[Any]]], place: list[str]) -> bool:
-    return any(value is not None for value in series[place[0]][place[1]])
 
 
 def _allowed(target: float | None, config: dict[str, Any], steps: int) -> dict[str, list[float]]:
@@ -143,9 +134,7 @@ def _per_layer(lines: list[dict[str, Any]], name: str, title: str, unit: str) ->
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
-    if not (folder / "metrics.jsonl").is_file():
-        return []
-    return [line for line in Metrics.read(folder) if isinstance(line, dict) and "step" in line]
+    return Metrics.read(folder) if (folder / "metrics.jsonl").is_file() else []
 
 
 def _with(lines: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
