@@ -26,7 +26,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..runs.run import give_back, read_json, reading, take_lock, write_bytes, write_json
-from .documents import PIECE, SEPARATOR_LINE, dataset_documents, find_files, is_local, read_documents
+from .documents import (
+    PIECE,
+    dataset_documents,
+    find_files,
+    first_token,
+    is_local,
+    read_documents,
+)  # fmt: skip
 
 PIECES_AT_ONCE = 32  # to tokenise
 SHARD = 1 << 24  # tokens per cache file
@@ -66,16 +73,6 @@ class Batches(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Where the data came from, for the record."""
-
-
-def first_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token that starts every document: BOS where the tokenizer puts it there itself; else <|endoftext|> where the
-    vocabulary has it, else BOS, else EOS."""
-    bos = tokenizer.bos_token_id
-    if bos is not None and tokenizer("a")["input_ids"][:1] == [bos]:
-        return int(bos)
-    found = (tokenizer.get_vocab().get(SEPARATOR_LINE), bos, tokenizer.eos_token_id)
-    return next((token for token in found if token is not None), None)
 
 
 def separator_id(tokenizer: PreTrainedTokenizerBase) -> int:

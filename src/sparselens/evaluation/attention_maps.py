@@ -65,12 +65,13 @@ def _folders(run: Run) -> dict[str, Path | str]:
 
 def _kept(run: Run, folders: dict[str, Path | str], texts: tuple[str, ...]) -> dict[str, Any] | None:
     """What an earlier call left, if it has these prompts and is not older than the models."""
-    rows: dict[str, Any] | None = run.find("attention/attention.json")
-    if rows is None:
+    path = run.path / "attention" / "attention.json"
+    if not path.is_file():
         return None
+    rows: dict[str, Any] = run.read("attention/attention.json")
     weights = [file for folder in folders.values() for file in Path(folder).glob("*.safetensors")]
     newest = max((file.stat().st_mtime for file in weights), default=0.0)
-    fresh = rows.get("format") == FORMAT and (run.path / "attention/attention.json").stat().st_mtime >= newest
+    fresh = rows.get("format") == FORMAT and path.stat().st_mtime >= newest
     return rows if fresh and {prompt["text"] for prompt in rows["prompts"]}.issuperset(texts) else None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from ..data.batches import first_token
+from ..data.documents import first_token
 from ..models.loading import load, save
 from ..runs.run import Run, check_folder, reading, whole_folder, write_bytes
 

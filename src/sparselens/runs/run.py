@@ -308,7 +308,7 @@ class Run:
             raise ValueError(f"{self.path} has no {name}; the run did not get that far")
         return read_json(path)
 
-    def find(self, name: str, missing: Any = None) -> Any:
+    def find(self, name: str, missing: Any) -> Any:
         """The same, or `missing` where there is no such file."""
         return self.read(name) if (self.path / name).is_file() else missing
 

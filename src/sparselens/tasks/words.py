@@ -3,7 +3,7 @@
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from ..data.batches import first_token
+from ..data.documents import first_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

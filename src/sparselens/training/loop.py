@@ -223,7 +223,7 @@ def accumulate(stage: Stage) -> tuple[float, float] | None:
     total_loss = total_density = 0.0
     round_size = micro * distributed.world()
     chunks = settings.batch // round_size
-    seed = (settings.seed * 1_000_003 + progress.step) * 1_009  # of the gates' noise, another one in every step
+    seed = seed_of(settings.seed, progress.step)
     try:
         for first in range(distributed.rank() * micro, settings.batch, round_size):
             batch = stage.batches.train(progress.data + first, micro)
@@ -242,6 +242,11 @@ def accumulate(stage: Stage) -> tuple[float, float] | None:
         return None  # not from here: the traceback holds the tensors that were too many
     means = distributed.mean(torch.tensor([total_loss, total_density], dtype=torch.float64))
     return means[0].item(), means[1].item()
+
+
+def seed_of(seed: int, step: int) -> int:
+    """Seed of the gates' noise for one step."""
+    return (seed * 1_000_003 + step) * 1_009
 
 
 def smaller(stage: Stage) -> int:

@@ -28,9 +28,8 @@ SLOT = 0.62  # inches per position, where the prompt is short enough
 
 def draw_trace_all(trace: TraceRows, folder: str | Path) -> list[Path]:
     """figure4 as PNG, SVG and PDF."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"figure4.{suffix}" for suffix in SUFFIXES]
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    paths = [Path(folder) / f"figure4.{suffix}" for suffix in SUFFIXES]
     draw_trace(trace, *paths)
     return paths
 

@@ -46,14 +46,13 @@ def _draw_flow_panel(axis: Axes, title: str, rows: dict[str, Any]) -> None:
     axis.add_patch(FancyBboxPatch(*frame, boxstyle="round,pad=0.05", fill=False, ec=GREY, lw=1))
     for position in range(positions):  # the residual stream: every position passes itself on
         axis.plot([position, position], [0, n_layers], color=LIGHT, lw=0.8, ls=(0, (1, 2)), zorder=0)
-    axis.add_collection(
-        LineCollection(segments, colors=colours, linewidths=0.5 + 1.5 * weights, capstyle="round", zorder=1)
-    )
+    style: Any = {"colors": colours, "linewidths": 0.5 + 1.5 * weights, "capstyle": "round"}
+    axis.add_collection(LineCollection(segments, **style, zorder=1))
     for row in range(n_layers + 1):
         axis.scatter(range(positions), [row] * positions, s=20, color="white", edgecolor=INK, linewidth=0.8, zorder=2)
         if row:
             axis.text(-0.42, row, f"Layer {row - 1}", ha="right", va="center", fontsize=9, color=INK)
-    style: Any = {"ha": "center", "va": "center", "fontsize": 13, "family": "monospace"}
+    style = {"ha": "center", "va": "center", "fontsize": 13, "family": "monospace"}
     for position, (word, answer) in enumerate(zip(rows["input"], rows["output"], strict=True)):
         axis.text(position, -0.48, word, color=INK, **style)
         axis.text(position, n_layers + 0.48, answer, color=GREY if word == answer else INK, **style)

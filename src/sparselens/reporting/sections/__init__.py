@@ -3,7 +3,7 @@
 A section is two files: the module here (or anywhere else, with `register`),
 
     def weather(shown):                           # shown.run is the Run; shown["circuits"] are another section's rows
-        return shown.run.find("weather.json")     # None: nothing yet
+        return shown.run.find("weather.json", None)       # None: nothing yet
 
     SECTION = Section("weather", "Weather", weather, lambda run: f"weather --out {run.path}", place=60)
 

@@ -19,9 +19,9 @@ def attention(run: Run, budget: int = BUDGET) -> dict[str, Any] | None:
 
     Every prompt gets its share of the budget.
     """
-    rows = run.find("attention/attention.json")
-    if rows is None:
+    if not (run.path / "attention" / "attention.json").is_file():
         return None
+    rows = run.read("attention/attention.json")
     prompts, left_out, room = list[dict[str, Any]](), [], budget
     for i, prompt in enumerate(rows["prompts"]):
         share = room / (len(rows["prompts"]) - i)  # what earlier prompts did not need is there for later ones

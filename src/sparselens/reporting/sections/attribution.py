@@ -100,6 +100,8 @@ def _cluster(cluster: dict[str, Any]) -> dict[str, Any]:
 
 def _edge(edge: dict[str, Any], place: dict[str, int]) -> dict[str, Any] | None:
     ends = {end: place.get(edge[end]) for end in ("source", "target")}
+    if not isinstance(edge["source"], str) or not isinstance(edge["target"], str):
+        raise TypeError(f"an edge from {edge['source']!r} to {edge['target']!r}")
     if None in ends.values():
         return None
     # How much influence passes is comparable between edges; weights are in units of their targets.
