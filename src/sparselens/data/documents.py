@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-import zstandard
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -51,6 +49,8 @@ def _format(path: Path) -> str | None:
 
 def _open(path: Path) -> IO[bytes]:
     if path.suffix == ".zst":
+        import zstandard
+
         return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(path.open("rb"), closefd=True))
     return {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)(path, "rb")  # type: ignore
 
@@ -70,7 +70,10 @@ def read_documents(path: Path, field: str = "text") -> Iterator[tuple[str, bool]
                 yield from _documents_of_parquet(file, field, path)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv") from error
-    except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError, EOFError) as error:
+    except Exception as error:
+        known = isinstance(error, lzma.LZMAError | gzip.BadGzipFile | zlib.error | EOFError)
+        if not known and type(error).__name__ != "ZstdError":  # zstandard is imported where it is needed
+            raise
         raise ValueError(f"{path} cannot be decompressed: {error}") from error
 
 
