@@ -145,19 +145,36 @@ class Text:
         _expect(self, "at least 1", "heldout_tokens")
 
 
+Ask = Literal["removed", "share", "heads", "components", "corrupted", "mean", "learnt"]
+
+
 @dataclass(frozen=True)
 class Search:
-    """How a circuit is found and measured."""
+    """How circuits are found and measured."""
 
-    method: Literal["eap-ig", "eap", "exact"] = "eap-ig"
-    """How edges are scored: integrated gradients, one gradient, or patching every edge in turn (small models)."""
+    readings: tuple[Ask, ...] = ("removed", "share", "heads", "components")
+    """Which questions to ask. removed: the fewest attention edges (head, query, key) of a prompt that do it alone, all
+    others removed. share: the fewest that hold 90 % of all attribution. corrupted, mean: as removed, but the others
+    carry the corrupted prompt's values or their mean over prompts. learnt: as removed, found by gradient descent: how
+    little would do. heads: whole heads. components: edges between heads, MLPs, input and output (EAP-IG)."""
+    scope: Literal["both", "prompt", "task"] = "both"
+    """removed, corrupted, mean: rank and measure prompt by prompt; or one circuit for all, ranked on half of the
+    prompts and measured on the other half; or both."""
+    alternatives: int = 0
+    """Search for so many more circuits per prompt with the edges already found made dear (learnt masks): is there one
+    circuit, or are there many?"""
+    learnt_prompts: int = 20
+    """Prompts for learnt and for --alternatives: hundreds of runs on each."""
+    method: Literal["eap-ig", "eap", "gim", "exact"] = "eap-ig"
+    """How edges between components are scored: integrated gradients, one gradient, one gradient with interactions
+    (GIM), or patching every edge in turn (small models)."""
     steps: int = 5
     """Points between the corrupted and the clean prompt at which eap-ig takes gradients."""
     path: Literal["whole", "own"] = "whole"
     """eap-ig averages gradients over the whole way between the prompts (as published), or over the part of it that
     removing this edge would cover: ranks all edges more like exact patching, but picks worse circuits."""
     prompts: int = 64
-    """Prompt pairs for scoring; as many others are held out for the curve."""
+    """Prompt pairs. components: so many for scoring and as many others for the curve."""
     points: int = 20
     """Circuit sizes on the curve, evenly spaced in log; a few more are measured where it crosses a threshold."""
     ablation: Literal["corrupted", "mean", "zero"] = "corrupted"
@@ -168,10 +185,6 @@ class Search:
     in models of 6 and 18."""
     signed: bool = False
     """Rank edges by score instead of by its absolute value: only edges that help."""
-    heads: bool = True
-    """Also find the smallest set of heads (the rest corrupted, MLPs kept)."""
-    tokens: bool = True
-    """Also find the smallest set of attention edges (head, query, key), on prompts of the most common length."""
     random_control: bool = True
     """Also measure random circuits of the same sizes."""
     memory_mb: int = 1024
@@ -181,7 +194,12 @@ class Search:
 
     def __post_init__(self) -> None:
         _check_choices(self)
-        _expect(self, "at least 1", "steps", "points", "memory_mb")
+        known = get_args(Ask)
+        for reading in self.readings:
+            _require(reading in known, f"reading {reading!r}: expected some of {', '.join(known)}")
+        _require(bool(self.readings), f"no reading to take; name at least one of {', '.join(known)}")
+        _expect(self, "at least 1", "steps", "points", "memory_mb", "learnt_prompts")
+        _expect(self, "zero or more", "alternatives")
         _expect(self, "zero or a positive number below 2^63", "seed")
         _require(self.prompts >= 2, f"prompts={self.prompts}: expected at least 2")
 

@@ -1,22 +1,33 @@
 """What `discover` and `compare` write, in one shape for everybody who reads it. No torch.
 
-A reading is one way of taking a model apart and counting what has to stay:
+A reading is one question asked of one model: which edges have to stay, and what do the others carry meanwhile?
 
-    components   edges of the component graph; those left out carry what they carry on the corrupted prompt
-    corrupted    single attention edges (head, query, key); the others as on the corrupted prompt
+    removed           attention edges (layer, head, query, key) of one prompt; the others carry nothing
+    share             the same edges, no intervention: the fewest that hold 90 % of all attribution
+    corrupted         the same edges; the others carry what they carry on the corrupted prompt
+    mean              the same edges; the others carry their mean over prompts of the task, at the same positions
+    learnt            as removed, edges found by gradient descent on a mask: how little would do
+    heads             whole heads, the others removed; heads-corrupted: the others as on the corrupted prompt
+    components        edges between heads, MLPs, input and output; the others as on the corrupted prompt (EAP-IG)
 
-    results["readings"][reading]                        of one model: its curve, the edges needed, the circuit
+These rank and measure on the same prompt, one prompt at a time (scope "prompt"); components, and removed-task,
+corrupted-task and mean-task, rank on half of the prompts and measure on the other half (scope "task").
+
+    results["readings"][reading]                        of one model: its curve, the edges needed, a circuit
     row["multipliers"][reading][baseline][threshold]    of a pair: how many times fewer edges the sparse one needs
+    row["open_edges"]                                   of a pair: all edges that lead to the answer; no search in it
 
-baseline: dense or control. threshold: 0.8, 0.9, 0.95, or mean, the geometric mean over 50 to 95 % of the effect.
-Readers go through what is there, so a new reading needs nothing but a name in WORDING.
+baseline: dense or control. threshold: 0.8, 0.9, 0.95, 0.98; for scope "task" also mean, the geometric mean over 50 to
+95 % of the effect. Readers go through what is there, so a new reading needs nothing but a name in WORDING.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 MEAN = "mean"  # among the thresholds
+TASK = "-task"  # ends the name of an attention edge reading with the scope of a task
+Scope = Literal["prompt", "task"]
 
 
 class CurveRow(TypedDict):
@@ -37,36 +48,82 @@ class MultiplierRow(TypedDict):
     low: float
     high: float
     n_prompts: int
+    ranking: NotRequired[dict[str, str]]  # by dense and sparse: the ranking that needs fewest edges
 
 
 Multipliers = dict[str, dict[str, dict[str, MultiplierRow]]]  # reading -> baseline -> threshold
 
 
+class Alternatives(TypedDict):
+    """Searched again and again with the edges already found made dear: how many other circuits would do?
+
+    Lists are over searches, the first one included.
+    """
+
+    n_prompts: int
+    reached: list[float]  # share of prompts on which the search reached 90 % of the effect
+    edges: list[float | None]  # geometric mean over those prompts
+    within_twice: list[float]  # share of prompts with at most twice the edges of the first circuit
+    overlap: list[float | None]  # mean Jaccard index with the circuits found before
+
+
 class Reading(TypedDict):
     """One model's circuits by one reading. `circuit` is best first: [edge, score], or values of `columns`."""
 
+    scope: Scope
     n_prompts: int
-    n_edges: int
+    n_edges: int  # possible ones (or heads)
     m_model: float
     m_nothing: float
-    curve: CurveRow
-    edges_at: dict[str, int]
+    edges_at: dict[str, float]  # scope prompt: geometric mean over prompts
     edges_at_interval: dict[str, list[float]]
     circuit: list[list[Any]]
+    curve: NotRequired[CurveRow]  # scope prompt: the mean over prompts; a learnt mask has none
+    random: NotRequired[CurveRow]
+    checks: NotRequired[dict[str, float]]
     # of the component graph
     n_edges_scored: NotRequired[int]
     n_edges_zero: NotRequired[int]
-    checks: NotRequired[dict[str, float]]
     area_log: NotRequired[float]
     cpr: NotRequired[float]
     cmd: NotRequired[float]
-    random: NotRequired[CurveRow]
-    # of single attention edges: prompts of one length, one of them as an example
+    # of attention edges and heads: prompts of one length, one of them as an example (scope prompt: the circuit's own)
     length: NotRequired[int]
     example: NotRequired[str]
     tokens: NotRequired[list[str]]
-    n_alive: NotRequired[int]
     columns: NotRequired[list[str]]
+    n_alive: NotRequired[int]
+    # of scope prompt
+    example_curve: NotRequired[CurveRow]  # of the example alone: a point is the first so many edges of `circuit`
+    example_at: NotRequired[dict[str, int]]
+    edges_per_prompt: NotRequired[dict[str, list[int]]]
+    ranking: NotRequired[dict[str, str]]  # by threshold: the ranking that needs fewest edges
+    rankings: NotRequired[dict[str, dict[str, float]]]  # every one tried: edges by threshold
+    alternatives: NotRequired[Alternatives]
+
+
+class Leading(TypedDict):
+    """Edges that carry something and lead to the answer. With these alone f = 1, checked on every prompt."""
+
+    n_prompts: int
+    length: int
+    n_possible: int
+    edges: float  # geometric mean over prompts
+    per_prompt: list[int]
+
+
+class OpenRow(TypedDict):
+    """All of it: every edge that leads to the answer, dense against sparse; no ranking, no threshold, no search."""
+
+    dense: float
+    sparse: float
+    multiplier: float
+    low: float
+    high: float
+    n_prompts: int
+    possible_edges: int
+    control: NotRequired[float]
+    against_control: NotRequired[dict[str, float]]  # multiplier, low, high
 
 
 class OpenEdges(TypedDict):
@@ -96,9 +153,7 @@ class Results(TypedDict):
     n_heads: int
     readings: dict[str, Reading]
     seconds: dict[str, float]
-    heads_at: NotRequired[dict[str, int]]
-    heads: NotRequired[list[str]]
-    heads_curve: NotRequired[CurveRow]
+    leading: NotRequired[Leading]
     open_edges: NotRequired[OpenEdges]
 
 
@@ -107,6 +162,7 @@ class TaskRow(TypedDict):
 
     models: dict[str, Results]
     multipliers: NotRequired[Multipliers]
+    open_edges: NotRequired[OpenRow]
     overlap: NotRequired[dict[str, float] | None]  # circuit.overlap
 
 
@@ -126,22 +182,57 @@ class Wording(NamedTuple):
     short: str  # beside a task's name
     edges: str  # what is counted
     axis: str  # the same below a printed curve
+    others: str  # what the rest does meanwhile, one sentence
     file: str  # after figure2
 
 
-ONE = "(head, query, key)"
+_EDGES, _KEPT = "attention edges", "Number of Edges Kept"
 WORDING = {
-    "components": Wording("Circuit", "", "edges", "Number of Edges Kept", ""),
-    "corrupted": Wording(
-        "Attention edges", "by token", f"attention edges {ONE}", f"Attention Edges Kept\n{ONE}", "-tokens"
+    "removed": Wording("Attention edges", "", _EDGES, _KEPT, "All other attention edges are removed.", ""),
+    "share": Wording(
+        "Share of attribution", "share", _EDGES, "Edges, Largest First",
+        "Nothing is removed: how few edges hold how much of the attribution.", "-share",
     ),
+    "corrupted": Wording(
+        "Attention edges, corrupted", "corrupted", _EDGES, _KEPT,
+        "All other attention edges carry what they carry on the corrupted prompt.", "-corrupted",
+    ),
+    "mean": Wording(
+        "Attention edges, mean", "mean", _EDGES, _KEPT,
+        "All other attention edges carry their mean over prompts of the task.", "-mean",
+    ),
+    "learnt": Wording(
+        "Attention edges, learnt", "learnt", _EDGES, _KEPT,
+        "All other attention edges are removed; which ones stay was learnt: how little would do.", "-learnt",
+    ),
+    "heads": Wording("Heads", "heads", "heads", "Number of Heads Kept", "All other heads are removed.", "-heads"),
+    "heads-corrupted": Wording(
+        "Heads, corrupted", "heads, corrupted", "heads", "Number of Heads Kept",
+        "All other heads write what they write on the corrupted prompt.", "-heads-corrupted",
+    ),
+    "components": Wording(
+        "Component graph", "components", "edges between components", "Number of Component Edges Kept",
+        "All other edges between heads, MLPs, input and output carry the corrupted prompt's values.", "-components",
+    ),
+}  # fmt: skip
+SCOPES: dict[Scope, str] = {
+    "prompt": "ranked and measured on the same prompt, one prompt at a time",
+    "task": "ranked on half of the prompts, measured on the other half",
 }
 
 
 def wording(reading: str) -> Wording:
     """How to call a reading, also one that this version does not know."""
-    unknown = f"Circuit ({reading})", reading, f"edges ({reading})", f"Edges Kept ({reading})", f"-{reading}"
-    return WORDING.get(reading) or Wording(*unknown)
+    base = WORDING.get(reading.removesuffix(TASK))
+    if base is None:
+        unknown = f"Circuit ({reading})", reading, f"edges ({reading})", f"Edges Kept ({reading})", "", f"-{reading}"
+        return Wording(*unknown)
+    if not reading.endswith(TASK):
+        return base
+    return base._replace(
+        label=f"{base.label}, one circuit for all prompts", short=f"{base.short} per task".strip(),
+        file=f"{base.file}{TASK}",
+    )  # fmt: skip
 
 
 def alone(results: Results) -> ComparisonRows:
