@@ -108,7 +108,7 @@ def task_row(
             found[name] = reading(rng, role, max(needed, 2.0), shape, tokens, **style)
             if name == "learnt":
                 found[name] = {k: v for k, v in found[name].items() if k not in ("curve", "random", "example_curve")}
-                found[name] |= {"edges_at": {"0.9": (1158.0, 990.0, 210.0)[i]}, "n_prompts": 20}
+                found[name] |= {"edges_at": {"0.9": max(0.12 * needed, 1.5)}, "n_prompts": 20}
         leads = LEADING[role] * n_edges
         models[role] = {
             "task": task, "metric": "logit", "model": model, "sparse": role == "sparse", "settings": {},
