@@ -178,6 +178,6 @@ def test_screenshot(open_page, page_file, section, scheme, width):
     assert abs(taken.height / reference.height - 1) < 0.12
     assert difference(taken, reference) < TOLERANCE
     # The comparison must be able to fail: without its pictures and numbers the section is another one.
-    what = f"#{section} :is(canvas, svg, td, .detail)"
+    what = f"#{section} :is(canvas, svg, td, tbody th, .detail)"
     page.evaluate(f"document.querySelectorAll('{what}').forEach((e) => {{ e.style.visibility = 'hidden'; }})")
     assert difference(shot(), reference) > TOLERANCE

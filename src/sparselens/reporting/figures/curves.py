@@ -52,7 +52,7 @@ def draw_curves(comparison: ComparisonRows, panels: list[tuple[str, str]], path:
     width = SIZES.get(columns, 6.9)
     with pyplot() as plt:
         size = (width, 0.75 + lines * (2.0 + (0.75 if tables else 0.0)))
-        figure = plt.figure(figsize=size, layout="constrained")
+        figure = plt.figure(figsize=size, layout="constrained", dpi=300)
         figure.get_layout_engine().set(w_pad=0.03, h_pad=0.03, wspace=0.03, hspace=0.02)
         grid = figure.subplots(
             lines * (2 if tables else 1), columns, squeeze=False,
@@ -190,7 +190,7 @@ def _note(comparison: ComparisonRows, panels: list[tuple[str, str]], width: floa
     said.append("Bands: 95 % intervals over the n prompts.")
     if any(_open(comparison["tasks"][task], reading) for task, reading in panels):
         said.append("All of it: every edge that leads to the answer, no search.")
-    return textwrap.fill(" ".join(said), int(width * 20))
+    return textwrap.fill(" ".join(said), int(width * 19.5))
 
 
 def _open(row: TaskRow, reading: str) -> dict[str, Any] | None:

@@ -43,7 +43,7 @@ def draw_token_circuits(comparison: ComparisonRows, task: str, reading: str, pat
     foot = 0.5
     with pyplot() as plt:
         height = tall + head + foot
-        figure, axes = plt.subplots(1, len(roles), figsize=(width, height), squeeze=False)
+        figure, axes = plt.subplots(1, len(roles), figsize=(width, height), squeeze=False, dpi=300)
         side: Any = {"left": MARGIN / width, "right": 0.995, "wspace": 0.06}
         figure.subplots_adjust(**side, top=1 - head / height, bottom=foot / height)
         for axis, role, circuit in zip(axes[0], roles, found, strict=True):
@@ -65,7 +65,7 @@ def draw_token_circuits(comparison: ComparisonRows, task: str, reading: str, pat
         )  # fmt: skip
         whose = "One prompt" if found[0].get("scope") == "prompt" else "One circuit for all prompts, on one of them,"
         note = f"{whose} of {task_name(task)}; edges for 90 % of the effect. {wording(reading).others}"
-        lines = textwrap.fill(note, int(width * 20))
+        lines = textwrap.fill(note, int(width * 19.5))
         figure.text(0.07 / width, 0.05 / height, lines, ha="left", va="bottom", fontsize=NOTE, color=INK)
         save(figure, path, dpi=300)
 
