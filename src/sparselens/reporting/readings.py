@@ -1,5 +1,6 @@
 """Readings as they are shown: in which order, in which words, and a ratio written one way everywhere. No torch."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -33,8 +34,10 @@ def scope_of(models: Iterable[Mapping[str, Any]]) -> Scope | None:
 
 def fewer(row: Mapping[str, Any], interval: bool = True) -> str:
     """2.2x fewer (1.9 to 2.5), or 1.9x more (1.2 to 2.4): the interval always in the direction of the word."""
-    value, low, high = (float(row[name]) for name in ("multiplier", "low", "high"))
+    value, low, high = (float(row[name] or 0.0) for name in ("multiplier", "low", "high"))
     word = "fewer"
+    if not value > 0:  # not measured
+        return "–"
     if value < 1:
         word, value, low, high = "more", 1 / value, 1 / high if high else 0.0, 1 / low if low else float("inf")
     return f"{times(value)} {word}" + (f" ({_ratio(low)} to {_ratio(high)})" if interval else "")
@@ -51,6 +54,6 @@ def _ratio(value: float) -> str:
 
 def count(value: float | None) -> str:
     """Edges or heads, whole ones or a mean over prompts: 9,809, 15, 2.4."""
-    if value is None:
+    if value is None or not math.isfinite(value):
         return "–"
     return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"

@@ -50,6 +50,7 @@ const turned = ({ multiplier, low, high }) =>
 
 /** {multiplier, low, high} -> "2.2× fewer (1.9 to 2.5)", "1.9× more (1.2 to 2.4)": what the sparse model needs. */
 export function fewer(row, interval = true) {
+  if (!(row.multiplier > 0)) return "–"; // not measured
   const [value, , , word] = turned(row);
   return `${ratio(value)}× ${word}${interval ? ` (${fewer.interval(row)})` : ""}`;
 }

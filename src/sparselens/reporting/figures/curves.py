@@ -88,9 +88,9 @@ def _panel(axis: Axes, row: TaskRow, reading: str, threshold: float) -> None:
         if role in models:
             _curve(axis, models[role]["curve"], colour, role, linewidth=0.9 if role == "control" else 1.5)
     curves = [model["curve"] for model in models.values()]
-    lowest = min(effect for curve in curves for effect in curve["effect"])
-    highest = max((high for curve in curves for high in curve["high"]), default=1.0)
-    top = min(max(highest, 1.0), 1.5) + (0.3 if _open(row, reading) else 0.14)
+    reached = [f for curve in curves for f in (*curve["effect"], *curve["high"]) if np.isfinite(f)]
+    lowest = min(reached, default=0.0)
+    top = min(max([1.0, *reached]), 1.5) + (0.3 if _open(row, reading) else 0.14)
     axis.set(xscale="log", ylim=(max(min(-0.04, lowest - 0.05), -0.6), top))
     axis.set_xlim(_left(curves, threshold), max(model["n_edges"] for model in models.values()) * 1.2)
     axis.xaxis.set_major_locator(_decades(axis.get_xlim()))
@@ -212,9 +212,9 @@ def _label(axis: Axes, row: TaskRow, reading: str, threshold: float) -> None:
         places = [((found["sparse"] * found["dense"]) ** 0.5, "center"), (found["dense"], "right")]
         taken.append(_write(axis, text, [(x, level, 2.5, ha) for x, ha in places], taken, NOTE))
     m = row.get("multipliers", {}).get(reading, {}).get("dense", {}).get(str(threshold))
-    if m is None:
+    if m is None or not m["multiplier"] > 0:
         return
-    left, right = sorted(max(m[name], 1) for name in ("sparse_edges", "dense_edges"))
+    left, right = sorted(max(1, m[name]) for name in ("sparse_edges", "dense_edges"))
     style: Any = {"color": INK, "linewidth": 1.4, "marker": "|", "markersize": 5, "label": "_span"}
     axis.plot([left, right], [threshold] * 2, **style)
     start = axis.get_xlim()[0]
