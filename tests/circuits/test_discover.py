@@ -1,8 +1,6 @@
 """Circuits of real (tiny) models: the pieces are the model, scores are derivatives, and the whole walk."""
 
-import itertools
 import json
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -370,60 +368,6 @@ def test_compare_is_paired_and_brings_the_control(tmp_path):
     )
     again = draw_all(result, tmp_path / "again")
     assert [path.read_bytes() for path in paths] == [path.read_bytes() for path in again]
-
-
-@pytest.mark.parametrize("n_tasks", [1, 2, 4])
-def test_nothing_in_figure_2_is_cut_off(n_tasks, tmp_path, monkeypatch):
-    from sparselens.reporting.figures import circuits as figures_circuits
-
-    curve = {"edges": [0, 10, 200_000], "effect": [0.0, 0.5, 1.0], "low": [0.0, 0.4, 1.0], "high": [0.0, 0.6, 1.0]}
-    model = {"curve": curve, "n_edges": 200_000}
-    readings = {"components": model, "corrupted": model}
-    row = {"models": {role: {"readings": readings} for role in ("dense", "sparse")}}
-    figures = []
-    monkeypatch.setattr(figures_circuits, "save", lambda figure, path: figures.append(figure))
-    comparison = {"tasks": {f"greater-than-{i}": row for i in range(n_tasks)}}
-    figures_circuits.draw_figure2(comparison, tmp_path, "", "png", 0.9)
-    assert len(figures) == 2
-    for figure in figures:
-        figure.canvas.draw()
-        boxes = [part.get_window_extent() for axis in figure.axes for part in (axis.xaxis.label, axis.title)]
-        assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0 for box in boxes)
-        labels = [axis.xaxis.label.get_window_extent() for axis in figure.axes]
-        assert all(left.x1 < right.x0 for left, right in itertools.pairwise(labels))
-
-
-@pytest.mark.parametrize("n_edges", [30, 3000])
-def test_figure_3_at_both_ends(n_edges, tmp_path):
-    from sparselens.models.component_graph import Components
-    from sparselens.reporting.figures.circuits import draw_circuits
-
-    c, rng = Components(12, 12), np.random.default_rng(0)
-    mask = c.random_circuit(n_edges, rng)
-    circuit = Circuit(c, np.where(mask, rng.normal(size=mask.shape), 0.0), mask)
-    found = {"n_edges": c.n_edges, "edges_at": {"0.9": n_edges}, "circuit": circuit.edges}
-    rows = {"n_layers": 12, "n_heads": 12, "readings": {"components": found}}
-    draw_circuits({"tasks": {"ioi": {"models": {"dense": rows, "sparse": rows}}}}, "ioi", tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 20_000
-
-
-def test_figure_3_of_a_long_circuit(tmp_path):
-    """What is listed in part says so, and one edge that outshines all others does not hide them."""
-    from sparselens.models.component_graph import Components
-    from sparselens.reporting.figures.circuits import draw_circuits
-
-    c, rng = Components(12, 12), np.random.default_rng(0)
-    mask = c.random_circuit(2000, rng)
-    circuit = Circuit(c, np.where(mask, rng.uniform(0.5, 1, size=mask.shape), 0.0), mask)
-    edges = [[edge, score] for edge, score in circuit.edges]
-    edges[0][1] = 1000.0
-    found = {"n_edges": c.n_edges, "edges_at": {"0.9": 9000}, "circuit": edges}
-    rows = {"n_layers": 12, "n_heads": 12, "readings": {"components": found}}
-    draw_circuits({"tasks": {"ioi": {"models": {"dense": rows}}}}, "ioi", tmp_path / "figure.svg")
-    svg = (tmp_path / "figure.svg").read_text()
-    assert "9,000 edges, the strongest 2,000" in svg
-    opacity = [float(x) for x in re.findall(r"stroke-opacity: ([0-9.]+)", svg)]
-    assert len(opacity) > 1000 and sum(x > 0.5 for x in opacity) > len(opacity) / 2
 
 
 def test_command_line(tmp_path, capsys):
