@@ -37,7 +37,7 @@ COMMANDS = [
     ("transcode base --data text.txt --out topk --activation topk --no-cross-layer", [*QUICK, *CACHE, *SMALL]),
     ("transcode gemma --data text.txt --out batch --activation batchtopk --reads residual", [*QUICK, *CACHE, *SMALL]),
     ("discover base --task pairs.jsonl --out circuits/plain --json plain.json", SEARCH),
-    ("discover base --task pairs.jsonl --out circuits/exact --method exact --no-tokens", SEARCH),
+    ("discover base --task pairs.jsonl --out circuits/exact --method exact --readings components", SEARCH),
     ("discover base --task pairs.jsonl --out circuits/zero --method eap --ablation zero --selection greedy", SEARCH),
     ("discover gemma --task gemma.jsonl --out circuits/own --path own --selection heads --signed", SEARCH),
     ("discover gemma --task gemma.jsonl --out circuits/mean --method exact --ablation mean", SEARCH),
