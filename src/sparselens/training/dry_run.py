@@ -26,9 +26,9 @@ from ..models.architectures import dimensions
 from ..models.attention import _causal_pairs
 from ..models.memory import PeakMemory
 from .copies import has_fused_attention, shallow, shallow_trainable, sizes
+from .engine import make_optimizer
 from .loop import Stage, loss_and_density
 from .measure import forward, in_bf16
-from .optimizers import make_optimizer
 
 TIMED_DEPTHS = (2, 6)  # layers; a model with no more than the second is timed whole
 TIMED_SECONDS = 1.0  # a timed step takes as many sequences as fit into this

@@ -28,12 +28,10 @@ from ..models.memory import out_of_memory
 from ..runs import distributed
 from ..runs.checkpoints import checkpoint_states, fill, load_checkpoint, save_checkpoint
 from ..runs.rows import MetricsLine
-from .compilation import faster, fused
 from .controllers import Budget, Constraint
-from .copies import recompute
-from .engine import Progress, Trainee, run
+from .copies import faster, fused, recompute
+from .engine import Progress, Trainee, make_optimizer, run
 from .measure import forward, in_bf16, measure, token_kl, token_losses
-from .optimizers import make_optimizer
 
 PARTING = 0.2  # nats between training and held-out loss, beyond where they started, that deserve a warning
 

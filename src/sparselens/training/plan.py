@@ -22,7 +22,7 @@ from ..models.architectures import dimensions
 from ..models.loading import SAFE, refusing
 from ..runs import distributed
 from ..runs.run import free_disk
-from .compilation import COMPILE_FROM
+from .copies import COMPILE_FROM
 from .dry_run import count_step, time_step
 from .sparsify import STEERING_SHARE, check_length, disk, overridden
 
