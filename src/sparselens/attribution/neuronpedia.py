@@ -19,9 +19,8 @@ import torch
 
 from .. import __version__
 from ..runs.run import write_json
-from .cluster_rules import node_name
 from .clusters import Cluster
-from .graph import Graph, Node
+from .graph import Graph, Node, node_name
 from .head_shares import carry_heads
 
 FEATURE_TYPES = {
