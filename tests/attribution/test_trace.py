@@ -18,7 +18,7 @@ from sparselens.circuits.run import Patcher
 from sparselens.models.decoder import Decoder
 from sparselens.models.hooks import capture
 from sparselens.models.memory import PeakMemory
-from sparselens.tasks.words import Words
+from sparselens.tasks.registry import Words
 from sparselens.transcoders.transcoder import Transcoder
 
 EVERY = 10_000  # a budget that expands every feature

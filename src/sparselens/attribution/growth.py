@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..models.architectures import base_model, dimensions
-from ..tasks.words import Words
+from ..tasks.registry import Words
 from ..transcoders.transcoder import Transcoder
 from .graph import BIAS, KINDS, LOGIT, Graph
 from .linear_model import TOLERANCE, Frozen, exact

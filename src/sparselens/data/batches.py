@@ -25,15 +25,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..models.loading import first_token
 from ..runs.run import give_back, read_json, reading, take_lock, write_bytes, write_json
-from .documents import (
-    PIECE,
-    dataset_documents,
-    find_files,
-    first_token,
-    is_local,
-    read_documents,
-)  # fmt: skip
+from .documents import PIECE, dataset_documents, find_files, is_local, read_documents
 
 PIECES_AT_ONCE = 32  # to tokenise
 SHARD = 1 << 24  # tokens per cache file

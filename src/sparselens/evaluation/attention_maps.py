@@ -20,9 +20,8 @@ from .. import tasks
 from ..models.architectures import base_model, dimensions
 from ..models.loading import is_gated, load
 from ..runs import distributed
-from ..runs.about import about
-from ..runs.run import Run, write_json
-from ..tasks.words import Words, piece
+from ..runs.run import Run, about, write_json
+from ..tasks.registry import Words, piece
 
 TEXTS = ('The opposite of "large" is "', "When Mary and John went to the store, John gave a drink to")
 FORMAT = 2  # of attention.json; 1 had no token in front of prompts

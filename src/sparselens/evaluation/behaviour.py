@@ -22,7 +22,7 @@ from ..circuits.discover import answered
 from ..data.batches import Batches
 from ..models.architectures import base_model, dimensions
 from ..tasks.prompts import build
-from ..tasks.words import Words
+from ..tasks.registry import Words
 from ..training.measure import measure
 
 

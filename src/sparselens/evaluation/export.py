@@ -12,8 +12,7 @@ from typing import Any
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from ..data.documents import first_token
-from ..models.loading import load, save
+from ..models.loading import first_token, load, save
 from ..runs.run import Run, check_folder, reading, whole_folder, write_bytes
 
 ADAPTER = "adapter_config.json"

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ..tasks.words import Words
+from ..tasks.registry import Words
 
 FORMATS = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}  # suffix -> loader of the datasets library
 SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")

@@ -345,3 +345,13 @@ def _adds_bos(path: Path) -> bool:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         at = data.find(key)
         return at >= 0 and data[at + len(key) + 4 : at + len(key) + 5] == b"\1"
+
+
+def first_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that starts every document: BOS where the tokenizer puts it there itself; else <|endoftext|> where the
+    vocabulary has it, else BOS, else EOS."""
+    bos = tokenizer.bos_token_id
+    if bos is not None and tokenizer("a")["input_ids"][:1] == [bos]:
+        return int(bos)
+    found = (tokenizer.get_vocab().get("<|endoftext|>"), bos, tokenizer.eos_token_id)
+    return next((token for token in found if token is not None), None)

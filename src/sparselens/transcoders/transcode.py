@@ -33,10 +33,9 @@ from ..training.engine import Progress, Trainee
 from ..training.measure import in_bf16
 from ..training.sparsify import Data, batches_of, check_length, length_of, overridden, source_name
 from .evaluation import measure_fit, measure_replacement, tokens_of
-from .files import FOLDER
 from .losses import Learner, Losses
 from .mlp_hooks import observe
-from .transcoder import Transcoder
+from .transcoder import FOLDER, Transcoder
 
 CALIBRATION = 1 << 14  # tokens from which BatchTopK's thresholds are measured
 BETAS = (0.9, 0.99)

@@ -6,10 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ...runs.about import about
-from ...runs.run import Run
-from ..packing import finite, pack_margins, pack_weights, read_tensors
-from . import Section
+from ...runs.run import Run, about
+from . import Section, finite, pack_margins, pack_weights, read_tensors
 
 BUDGET = 3_200_000  # characters of base64 for all prompts; the page stays under 5 MB
 

@@ -13,10 +13,8 @@ from typing import Any, cast
 import numpy as np
 
 from ...attribution.rows import TraceRows
-from ...runs.about import about
-from ...runs.run import Run, read_json
-from ..packing import finite, read_tensors, short
-from . import Section
+from ...runs.run import Run, about, read_json
+from . import Section, finite, read_tensors, short
 
 MOST_LINKS = 40  # of an edge's departure and arrival each
 MOST_NODES, MOST_EDGES = 400, 3000

@@ -18,10 +18,8 @@ import numpy as np
 from ...circuits.circuit import Circuit
 from ...circuits.rows import ComparisonRows, Reading, Results, TaskRow, comparison, wording
 from ...models.component_graph import Components
-from ...runs.about import about
-from ...runs.run import Run, read_json
-from ..packing import finite, short
-from . import Section
+from ...runs.run import Run, about, read_json
+from . import Section, finite, short
 
 MOST = 3000  # edges to draw per model
 ROLES = ("dense", "control", "sparse")

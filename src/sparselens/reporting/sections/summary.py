@@ -6,9 +6,8 @@ Every verdict is a rule below, computed from the Run's own numbers: none is writ
 from typing import Any
 
 from ...circuits.rows import MEAN, wording
-from ...runs.about import About, about
-from ..packing import finite
-from . import Section, Shown
+from ...runs.run import About, about
+from . import Section, Shown, finite
 from .training import resume_command, title
 
 ROLES = ("base", "control", "sparse")

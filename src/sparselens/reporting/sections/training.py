@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...runs.run import Metrics, Run
-from ..packing import short
-from . import Section
+from . import Section, short
 
 MOST = 1500  # points per line
 MOST_COLUMNS = 80  # of a heat map over time
