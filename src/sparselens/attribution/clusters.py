@@ -26,7 +26,7 @@ add up exactly.
 
 import unicodedata
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from torch import Tensor
 from ..runs.run import read_json, reading
 from .graph import BIAS, FEATURE, KINDS, LOGIT, Graph, node_name
 from .head_shares import Carried, carry, nothing
+from .rows import Rule, Rules
 
 PUSHES = 0.5  # share of a feature's influence that is its own edge to a target
 LAYER_SHARE = 0.9
@@ -111,14 +112,15 @@ def _printable(text: str) -> str:
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-def rules_of(graph: Graph) -> dict[str, Any]:
+def rules_of(graph: Graph) -> dict[str, Rule | list[str]]:
     """The automatic rules of a graph, as clusters.json has them: the first rule that fits a node takes it."""
     names = name_positions(graph.tokens)
     answer = int(graph.position[-1])
-    rules: dict[str, Any] = {free_name(f"say {label_of(graph, 0)}", names): {"positions": [answer], "pushes": True}}
+    say: Rule = {"positions": [answer], "pushes": True}
+    words: dict[str, Rule] = {}
     for position, name in enumerate(names):
-        rules.setdefault(name, {"positions": []})["positions"].append(position)
-    return rules
+        words.setdefault(name, {"positions": []})["positions"].append(position)
+    return {free_name(f"say {label_of(graph, 0)}", names): say, **words}
 
 
 def label_of(graph: Graph, target: int) -> str:
@@ -133,13 +135,13 @@ def free_name(name: str, taken: Container[str]) -> str:
     return name
 
 
-def read_rules(path: str | Path) -> dict[str, Any]:
+def read_rules(path: str | Path) -> Rules:
     """Rules from a clusters.json; ValueError for anything that is not a name -> ids or rule table."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"no file {path}: expected clusters as JSON, name -> list of node ids or rule")
     try:
-        rules: dict[str, Any] = read_json(path)
+        rules: Rules = read_json(path)
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error.__cause__}") from None
     with reading(path):
@@ -182,7 +184,7 @@ def _wrong_rule(name: str, rule: Any) -> str | None:
 # ---- clusters --------------------------------------------------------------------------------------------------------
 
 
-def find_clusters(graph: Graph, rules: Mapping[str, Any] | None = None, share: float = LAYER_SHARE) -> list[Cluster]:
+def find_clusters(graph: Graph, rules: Rules | None = None, share: float = LAYER_SHARE) -> list[Cluster]:
     """The clusters of a graph, in the order of the prompt, outputs last; by its own rules unless others are given.
 
     Node ids are taken first, then rules in their order, from the nodes that pruning kept. Rules that fit nothing give
@@ -211,7 +213,7 @@ def find_clusters(graph: Graph, rules: Mapping[str, Any] | None = None, share: f
     return found
 
 
-def _kind(graph: Graph, rule: Any, nodes: list[int]) -> str:
+def _kind(graph: Graph, rule: Rule | list[str], nodes: list[int]) -> str:
     if bool((graph.kind[nodes] == LOGIT).all()):
         return "output"
     if isinstance(rule, dict) and rule.get("pushes"):
@@ -222,7 +224,7 @@ def _kind(graph: Graph, rule: Any, nodes: list[int]) -> str:
     return "chosen"
 
 
-def _members(graph: Graph, rules: Mapping[str, Any]) -> Tensor:
+def _members(graph: Graph, rules: Rules) -> Tensor:
     """[n] number of the cluster that lists a node by id, -1: none."""
     member = torch.full((graph.n_nodes,), -1)
     if not any(isinstance(rule, list) for rule in rules.values()):
@@ -251,7 +253,7 @@ def _nearby(graph: Graph, node: str) -> str:
     return f'. {ids}. For several models use rules, such as {{"positions": [5]}}'
 
 
-def _fits(graph: Graph, name: str, rule: Mapping[str, Any], pushes: Tensor) -> Tensor:
+def _fits(graph: Graph, name: str, rule: Rule, pushes: Tensor) -> Tensor:
     fits = torch.ones(graph.n_nodes, dtype=torch.bool)
     if "positions" in rule:
         wrong = [p for p in rule["positions"] if not 0 <= p < len(graph.tokens)]

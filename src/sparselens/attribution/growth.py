@@ -11,7 +11,7 @@
 import copy
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,24 @@ from ..tasks.registry import Words
 from ..transcoders.transcoder import Transcoder
 from .graph import BIAS, KINDS, LOGIT, Graph
 from .linear_model import TOLERANCE, Frozen, exact
-from .rows import TargetRow
+from .rows import GraphSettings, TargetRow
 from .sources import Replacement
 
 ROUNDS = 24  # influence is computed anew about this many times while the graph grows
+
+
+class Growth(TypedDict):
+    """Settings of `attribution_graph`, all of them."""
+
+    position: int | None
+    budget: int
+    edges_per_row: int
+    mass: float
+    most_targets: int
+    nodes: float
+    edges: float
+    memory_mb: float
+    show_progress: bool
 
 
 @exact
@@ -251,14 +265,17 @@ class _Growing:
             "index": torch.tensor([-1 if t["token"] is None else t["token"] for t in self.targets]),
             "value": edges["row_value"][:tail],
         }  # fmt: skip
-        columns: dict[str, Any] = {n: torch.cat([nodes[n], logits[n].to(nodes[n])]) for n in nodes} | edges
-        settings = {
+        columns = {n: torch.cat([nodes[n], logits[n].to(nodes[n])]) for n in nodes} | edges
+        settings: GraphSettings = {
             "cross_layer": transcoder.cross_layer, "input_hook": transcoder.input_hook,
             "gated": frozen.decoder.gates is not None, "dtype": str(frozen.final.dtype).removeprefix("torch."),
             "n_active": len(self.replacement.layer), "n_features": transcoder.n_features, "self_check": frozen.check,
         }  # fmt: skip
-        words, sizes = (self.prompt, self.tokens, self.targets), (frozen.dims.n_layers, frozen.dims.n_heads)
-        return Graph(*words, *sizes, settings, **columns, live=self.replacement)
+        n_layers, n_heads = frozen.dims.n_layers, frozen.dims.n_heads
+        return Graph(
+            self.prompt, self.tokens, self.targets, n_layers, n_heads, settings, **columns, live=self.replacement,
+            rows=None,
+        )  # fmt: skip
 
     def _edge_columns(self) -> dict[str, Tensor]:
         lengths = torch.cat(self.lengths)

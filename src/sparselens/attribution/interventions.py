@@ -15,7 +15,7 @@ edges alone. The prediction is linear in feature changes and exact for gates and
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +42,19 @@ class Outcome:
     @property
     def change(self) -> dict[int, float]:
         return dict(zip(self.nodes, (self.after - self.before).tolist(), strict=True))
+
+
+class Change(TypedDict, total=False):  # what `intervene` changes
+    scale: Mapping[int, float]
+    set: Mapping[int | Feature, float]
+    close: Sequence[Link]
+    ablate: Sequence[str]
+
+
+class Way(TypedDict, total=False):  # and how it finds out what that does
+    frozen: bool
+    respond: bool
+    hold_mlps: bool
 
 
 class Check(ChangeRow):  # what scaling sources does to a weighted sum of targets
@@ -231,7 +244,7 @@ def _respond(r: Replacement, edit: Edit, layer: int, x: Tensor, written: Tensor,
 # ---- predicted against measured ----
 
 
-WAYS: dict[str, dict[str, Any]] = {
+WAYS: dict[str, Way] = {
     "predicted_direct": {"frozen": True, "respond": False},
     "measured_direct": {"hold_mlps": True},
     "predicted": {"frozen": True},
@@ -239,9 +252,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_changes(
-    graph: Graph, changes: Sequence[dict[str, Any]], watch: Sequence[Mapping[int, float]]
-) -> list[ChangeRow]:
+def check_changes(graph: Graph, changes: Sequence[Change], watch: Sequence[Mapping[int, float]]) -> list[ChangeRow]:
     """Per change (arguments of `intervene`) and weighted sum of targets: value before, predicted and measured change.
 
     predicted_direct and measured_direct: the same without detours through other features, which is what edges alone
@@ -269,7 +280,7 @@ def check_edges(
     An edge is ([source], [target]); a cluster edge lists all sources and all targets.
     """
     targets = [dict(t) if isinstance(t, Mapping) else {int(n): 1.0 for n in t} for _, t in pairs]
-    changes = [{"scale": {int(s): factor for s in sources}} for sources, _ in pairs]
+    changes: list[Change] = [{"scale": {int(s): factor for s in sources}} for sources, _ in pairs]
     rows = check_changes(graph, changes, targets)
     return [
         {"sources": [int(s) for s in sources], "targets": sorted(t), **row}

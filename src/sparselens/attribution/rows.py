@@ -1,6 +1,9 @@
-"""trace.json, key by key: what `trace` writes, figure 4 draws and the report shows. No torch."""
+"""trace.json and clusters.json, key by key: what `trace` writes, figure 4 draws and the report shows. No torch."""
 
-from typing import Any, NotRequired, TypedDict
+from collections.abc import Mapping
+from typing import NotRequired, TypedDict
+
+from ..runs.rows import Provenance
 
 
 class TargetRow(TypedDict):  # one thing that is explained
@@ -132,6 +135,30 @@ class SinglesRow(TypedDict):  # the strongest edges between single nodes, and ho
     agreement_direct: Agreement
 
 
+class Rule(TypedDict, total=False):  # who belongs to a cluster: all that is said must fit
+    positions: list[int]
+    layers: list[int]  # lowest, highest
+    kinds: list[str]
+    pushes: bool
+
+
+Rules = Mapping[str, Rule | list[str]]  # clusters.json: name -> rule, or names of nodes
+
+
+class GraphSettings(TypedDict):  # how a graph was traced
+    cross_layer: bool
+    input_hook: str
+    gated: bool
+    dtype: str
+    n_active: int
+    n_features: int
+    self_check: float
+    budget: NotRequired[int]  # these four when it is complete
+    edges_per_row: NotRequired[int]
+    nodes: NotRequired[float]
+    edges: NotRequired[float]
+
+
 class ModelRows(TypedDict):  # one prompt in one model
     model: str
     gated: bool
@@ -144,7 +171,7 @@ class ModelRows(TypedDict):  # one prompt in one model
     scores: dict[str, float]  # replacement, completeness
     n_nodes: int
     n_edges: int
-    settings: dict[str, Any]
+    settings: GraphSettings
     clusters: list[ClusterRow]
     edges: list[EdgeRow]
     n_cluster_edges: int
@@ -156,5 +183,5 @@ class ModelRows(TypedDict):  # one prompt in one model
 
 
 class TraceRows(ModelRows):  # trace.json
-    provenance: dict[str, Any]
+    provenance: Provenance
     against: NotRequired[ModelRows]  # the second model

@@ -36,9 +36,9 @@ from .clusters import (
     rules_of,
 )  # fmt: skip
 from .graph import LOGIT, Graph, node_name
-from .growth import attribution_graph, prompt_ids
+from .growth import Growth, attribution_graph, prompt_ids
 from .head_shares import Carried
-from .interventions import EdgeCheck, agreement, check_changes, check_top
+from .interventions import Change, EdgeCheck, agreement, check_changes, check_top
 from .neuronpedia import write_graph
 from .qk_terms import explain_look
 from .rows import (
@@ -49,6 +49,7 @@ from .rows import (
     MainRow,
     MapRow,
     ModelRows,
+    Rules,
     SingleRow,
     SinglesRow,
     TraceRows,
@@ -80,7 +81,7 @@ def _or_two_arguments(verb: Verb) -> Verb:
 def trace(
     source: Source, transcoder: Features, prompt: Prompt, target: Any = None, *, settings: Trace | None = None,
     against: tuple[Source, Features] | None = None, names: Sequence[str] = (),
-    clusters: str | Path | Mapping[str, Any] | None = None, edge: str | None = None,
+    clusters: str | Path | Rules | None = None, edge: str | None = None,
     out: str | Path | None = None, json: str | Path | None = None, mass: float = 0.95, most_targets: int = 10,
     edges_per_row: int = 4096, show_progress: bool = False, say: Callable[[str], None] | None = None,
     **overrides: Any,
@@ -109,10 +110,11 @@ def trace(
     rules = read_rules(clusters) if isinstance(clusters, str | Path) else clusters
     # Both transcoders before any model: a missing file should not cost the loading of a model.
     models = [(source, _coder(transcoder)), *([] if against is None else [(against[0], _coder(against[1]))])]
-    growth = {name: getattr(settings, name) for name in ("position", "budget", "nodes", "edges", "memory_mb")} | {
-        "mass": mass, "most_targets": 1 if summed_up else most_targets, "edges_per_row": edges_per_row,
-        "show_progress": show_progress,
-    }  # fmt: skip
+    growth = Growth(
+        position=settings.position, budget=settings.budget, nodes=settings.nodes, edges=settings.edges,
+        memory_mb=settings.memory_mb, mass=mass, most_targets=1 if summed_up else most_targets,
+        edges_per_row=edges_per_row, show_progress=show_progress,
+    )  # fmt: skip
     if not summed_up:
         return _graph(*models[0], prompt, target, growth)
     called = [*names[: len(models)], *(name_of(model) for model, _ in models[len(names) :])]
@@ -157,7 +159,7 @@ def _coder(transcoder: Features) -> Transcoder:
 
 
 def _graph(
-    source: Source, coder: Transcoder, prompt: Prompt, target: Any, growth: dict[str, Any], beside: Graph | None = None
+    source: Source, coder: Transcoder, prompt: Prompt, target: Any, growth: Growth, beside: Graph | None = None
 ) -> Graph:
     model, tokenizer = resolve(source)
     if tokenizer is None:
@@ -178,7 +180,7 @@ class _Part(NamedTuple):  # what one of the models gives
 
 def _sum_up(
     models: Sequence[tuple[Source, Transcoder]], names: Sequence[str], prompt: Prompt, target: Any,
-    growth: dict[str, Any], settings: Trace, rules: Mapping[str, Any] | None, edge: str | None,
+    growth: Growth, settings: Trace, rules: Rules | None, edge: str | None,
     say: Callable[[str], None],
 ) -> list[_Part]:  # fmt: skip
     """Graph and rows of each model; what was left open (target, edge) is the first one's choice."""
@@ -196,7 +198,7 @@ def _sum_up(
     return parts
 
 
-def _write(part: _Part, rules: Mapping[str, Any] | None, settings: Trace, folder: Path) -> None:
+def _write(part: _Part, rules: Rules | None, settings: Trace, folder: Path) -> None:
     part.graph.save(folder)
     write_json(folder / "clusters.json", rules or rules_of(part.graph))
     slug = f"{part.name} {part.graph.prompt}"
@@ -249,7 +251,7 @@ def _removals(graph: Graph, clusters: Sequence[Cluster], edges: Sequence[Cluster
     read = [set(edge.targets.tolist()) for edge in edges]
     watched = sorted(set().union(*read)) if read else []
     sources = [[n for n in clusters[e.source].nodes if int(graph.kind[n]) != LOGIT] for e in edges]
-    changes: list[dict[str, Any]] = [{"scale": dict.fromkeys(nodes, 0.0)} for nodes in sources]
+    changes: list[Change] = [{"scale": dict.fromkeys(nodes, 0.0)} for nodes in sources]
     # Every edge watches all targets, its own with weight 1: equal questions are run once.
     return check_changes(graph, changes, [{t: float(t in own) for t in watched} for own in read])
 

@@ -3,6 +3,15 @@
 from typing import Literal, NotRequired, TypedDict
 
 
+class Provenance(TypedDict):
+    """So that a number can be made again."""
+
+    versions: dict[str, str]
+    python: str
+    commit: str | None
+    command: str
+
+
 class SummaryRow(TypedDict):
     """Of an `EvaluationRow`, what the summary repeats."""
 

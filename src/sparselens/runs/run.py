@@ -15,7 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -25,7 +25,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from . import distributed
-from .rows import MetricsLine
+from .rows import MetricsLine, Provenance
 
 DEVICES = Path("/dev")
 LATER = {"optimizer": "adamw"}  # settings that runs recorded before they existed were made with
@@ -187,7 +187,7 @@ def give_back(lock: FileLock) -> None:
     lock.release()
 
 
-def provenance() -> dict[str, Any]:
+def provenance() -> Provenance:
     """Versions, command and machine, so that a number can be made again."""
     versions = {}
     for package in ("sparselens", "torch", "transformers", "triton", "peft", "numpy"):
@@ -200,9 +200,9 @@ def provenance() -> dict[str, Any]:
     return {"versions": versions, "python": platform.python_version(), "commit": commit or None, "command": command}
 
 
-def _leaves(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _leaves(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Nested settings by their dotted names: training.lr."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"
         found |= _leaves(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
@@ -223,7 +223,7 @@ class Run:
         self._lock: FileLock | None = None
 
     @classmethod
-    def create(cls, path: Path | str, kind: str, config: dict[str, Any], resume: bool = False) -> "Run":
+    def create(cls, path: Path | str, kind: str, config: Mapping[str, object], resume: bool = False) -> "Run":
         """Start a Run in an empty folder, or, with `resume`, open the one that was started with the same settings.
 
         Of several processes, the main one does that; the others only read.
@@ -233,7 +233,7 @@ class Run:
         )
 
     @classmethod
-    def _create(cls, path: Path, kind: str, config: dict[str, Any], resume: bool) -> "Run":
+    def _create(cls, path: Path, kind: str, config: Mapping[str, object], resume: bool) -> "Run":
         cls.check(path, resume)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -273,7 +273,7 @@ class Run:
         if resume and not path.is_dir():
             raise ValueError(f"nothing to resume: {path} holds no run")
 
-    def _refuse_other(self, kind: str, config: dict[str, Any]) -> None:
+    def _refuse_other(self, kind: str, config: Mapping[str, object]) -> None:
         before = {
             key: LATER | value if key in ("training", "dense") and isinstance(value, dict) else value
             for key, value in self.record["config"].items()
