@@ -15,7 +15,7 @@ import itertools
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NotRequired, Protocol, TypedDict
@@ -54,6 +54,17 @@ class Index(TypedDict):
     sources: list[Source]
 
 
+class TextDescription(TypedDict):
+    """What a Run keeps of the text it was trained on."""
+
+    sources: dict[str, list[Source]]  # of the training text and, where they are others, of the held-out
+    train_sequences: int
+    heldout_sequences: int
+    length: int
+    half_start_bare: bool
+    tokens: dict[str, int]
+
+
 class Batches(Protocol):
     """Numbered training and held-out sequences. Anything with these four can be trained on."""
 
@@ -65,7 +76,7 @@ class Batches(Protocol):
 
     def heldout(self, start: int, count: int) -> dict[str, Tensor]: ...
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Mapping[str, object]:
         """Where the data came from, for the record."""
 
 
@@ -356,7 +367,7 @@ class TextBatches:
             raise _damaged(self.cache.folder, f"token {text.max()} of {self.vocabulary}")
         return text if bare else np.insert(text, 0, self.separator)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> TextDescription:
         return {"sources": self.sources, "train_sequences": len(self._train), "heldout_sequences": self.n_heldout,
                 "length": self.length, "half_start_bare": self.half_start_bare,
                 "tokens": self.cache.index["tokens"]}  # fmt: skip

@@ -8,16 +8,24 @@ definition is included and only the source of its questions replaced.
 import difflib
 import logging
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from ..runs.rows import EvaluationRow
 from ..tasks.registry import Words
 
 FORMATS = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}  # suffix -> loader of the datasets library
 SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
+
+
+class BenchmarkedRow(EvaluationRow):
+    """One model; where there was no held-out text, name, kind and benchmarks alone."""
+
+    benchmarks: NotRequired[dict[str, dict[str, float]]]  # benchmark -> metric -> value
 
 
 def find_benchmarks(names: list[str], questions: Path | None = None) -> list[Any]:
@@ -55,7 +63,7 @@ def find_benchmarks(names: list[str], questions: Path | None = None) -> list[Any
     return found
 
 
-def _from_files(entry: Any, questions: Path) -> dict[str, Any]:
+def _from_files(entry: Any, questions: Path) -> dict[str, object]:
     """What to change in lm-eval's definition of a task so that it reads files."""
     name, splits = entry.name, {key: entry.cfg.get(key) for key in SPLITS}
     files: dict[str, str] = {}
@@ -116,7 +124,7 @@ def benchmark_rows(found: Any) -> dict[str, dict[str, float]]:
     return rows
 
 
-def benchmark_table(rows: list[dict[str, Any]]) -> str:
+def benchmark_table(rows: Sequence[BenchmarkedRow]) -> str:
     """One line per model, one column per benchmark and metric, as text."""
     first = rows[0]["benchmarks"]
     columns = [(name, metric) for name, values in first.items() for metric in values if f"{metric}_stderr" in values]

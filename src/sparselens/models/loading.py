@@ -9,7 +9,7 @@ sparselens stops with "attn_implementation=sparselens is not supported"; the sec
 import json
 import mmap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -177,7 +177,7 @@ def refusing(before: str, after: str = "") -> Iterator[None]:
         raise ValueError(f"{before}{line}{after}") from error
 
 
-def _refuse_incomplete(model: PreTrainedModel, report: dict[str, Any], source: str) -> None:
+def _refuse_incomplete(model: PreTrainedModel, report: Mapping[str, Iterable[str]], source: str) -> None:
     """transformers fills missing weights with random ones, and a NaN spoils every number that comes after it."""
     missing = sorted(report["missing_keys"])
     if missing:

@@ -100,7 +100,7 @@ class Trainee(ABC):
         """What a checkpoint holds beside the optimiser's moments."""
         return dict(self.parameters)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """What it holds beside tensors and progress; `put_back` takes it out of there again."""
         return {}
 
@@ -246,7 +246,7 @@ def make_optimizer(parameters: dict[str, nn.Parameter], settings: Training) -> "
     return Together(adamw, torch.optim.Muon([group], adjust_lr_fn="match_rms_adamw"))
 
 
-def _group(parameters: list[nn.Parameter], lr: float, weight_decay: float) -> dict[str, Any]:
+def _group(parameters: list[nn.Parameter], lr: float, weight_decay: float) -> dict[str, object]:
     return {"params": parameters, "lr": lr, "base_lr": lr, "weight_decay": weight_decay}
 
 

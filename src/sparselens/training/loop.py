@@ -154,7 +154,7 @@ class Stage(Trainee):
             text += f" density {line['density']:.2%} (budget {self.constraint.unit:.2%})"
         return text + f" {line['tokens_per_second']:,} tok/s"
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         return {"constraint": asdict(self.constraint)} if self.constraint else {}
 
     def put_back(self, state: dict[str, Any]) -> None:

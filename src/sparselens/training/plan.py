@@ -12,7 +12,7 @@ import dataclasses
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import psutil
 import torch
@@ -149,6 +149,14 @@ def plan(
     return dataclasses.replace(result, tokens_per_second=tokens / job.gpus / compute, how=how, **times)
 
 
+class Changes(TypedDict, total=False):
+    """Settings with which a run may fit after all."""
+
+    micro_batch: int
+    gradient_checkpointing: bool
+    lora: int
+
+
 @dataclass
 class Job:
     """One run on so many GPUs (or one CPU)."""
@@ -201,7 +209,7 @@ class Job:
             "activations": activations, "gathered": gathered, "best state": best, "process": PROCESS,
         }  # fmt: skip
 
-    def changed(self, sharded: bool | None = None, **changes: Any) -> "Job":
+    def changed(self, sharded: bool | None = None, **changes: Unpack[Changes]) -> "Job":
         """The same with other settings of the training."""
         training = dataclasses.replace(self.settings.training, **changes)
         settings = dataclasses.replace(self.settings, training=training)
@@ -209,15 +217,18 @@ class Job:
 
     def advice(self, available: float) -> str:
         """The first of a few changes with which it would fit, as the end of a sentence."""
-        least = dict(micro_batch=1, gradient_checkpointing=True)
-        tries: dict[str, dict[str, Any]] = {"--micro-batch 1": dict(micro_batch=1)}
-        tries["--micro-batch 1 --gradient-checkpointing"] = least
+        least: Changes = {"micro_batch": 1, "gradient_checkpointing": True}
+        tries: list[tuple[str, bool, Changes]] = [
+            ("--micro-batch 1", self.sharded, {"micro_batch": 1}),
+            ("--micro-batch 1 --gradient-checkpointing", self.sharded, least),
+        ]
         if self.gpus > 1 and not self.sharded:
-            tries["FSDP2 (--sharded) with --micro-batch 1 --gradient-checkpointing"] = least | dict(sharded=True)
+            tries.append(("FSDP2 (--sharded) with --micro-batch 1 --gradient-checkpointing", True, least))
         if not self.settings.training.lora:
-            tries["--lora 16 --micro-batch 1 --gradient-checkpointing"] = least | dict(lora=16)
-        for words, changes in tries.items():
-            need = sum(self.changed(**changes).memory().values())
+            lora: Changes = {**least, "lora": 16}
+            tries.append(("--lora 16 --micro-batch 1 --gradient-checkpointing", self.sharded, lora))
+        for words, sharded, changes in tries:
+            need = sum(self.changed(sharded, **changes).memory().values())
             if need <= available:
                 return f"; {words} would need {need / GIB:.1f}"
         return "; no setting of this command makes it fit: use more or larger GPUs, or shorter sequences"

@@ -213,7 +213,7 @@ class Transcoder(nn.Module):
 
 def write_folder(folder: Path, kind: Kind, layers: list[dict[str, Tensor]]) -> Path:
     """Write the folder beside its final place, then rename it. layers: their tensors, under their plain names."""
-    config: dict[str, Any] = {
+    config: dict[str, str | int] = {
         "model_name": kind.model_name, "model_kind": "cross_layer_transcoder" if kind.cross_layer else "transcoder_set",
         "feature_input_hook": next(name for name, hook in HOOKS.items() if hook == kind.input_hook),
         "feature_output_hook": "hook_mlp_out", "scan": Path(kind.model_name).name,
