@@ -92,6 +92,32 @@ class TranscoderRow(Measured):
     tokens_per_second: float
 
 
+class AnswerRow(TypedDict):
+    """What one model says at every position of a prompt."""
+
+    says: list[str]
+    probability: list[float]
+
+
+class PromptRow(TypedDict):
+    """A prompt whose attention is kept in `file`, by the roles of the models: dense, control, sparse."""
+
+    text: str
+    tokens: NotRequired[list[str]]  # once a model has read it
+    cut: NotRequired[bool]
+    models: dict[str, AnswerRow]
+    file: str
+
+
+class AttentionRows(TypedDict):
+    """attention/attention.json."""
+
+    format: int
+    shape: dict[str, int] | None  # n_layers, n_heads
+    prompts: list[PromptRow]
+    notes: list[str]
+
+
 # A line of metrics.jsonl: step, loss, grad_norm and tokens_per_second in all of them. An evaluated transcoder adds all
 # of `Measured` with heldout_ in front.
 MetricsLine = TypedDict(

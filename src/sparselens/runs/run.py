@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from filelock import FileLock, Timeout
 
@@ -360,12 +360,12 @@ class Metrics:
         self.file.close()
 
     @staticmethod
-    def read(folder: Path) -> list[dict[str, Any]]:
+    def read(folder: Path) -> list[MetricsLine]:
         """Every whole line; a last line cut off by a crash is not one."""
         lines = []
         for line in (folder / "metrics.jsonl").read_bytes().splitlines():
             with suppress(ValueError, RecursionError):
                 values = json.loads(line)
                 if isinstance(values, dict) and isinstance(values.get("step"), int):
-                    lines.append(values)
+                    lines.append(cast(MetricsLine, values))  # what it lacks shows when it is read
         return lines

@@ -23,7 +23,7 @@ from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Any, TypeVar, cast
+from typing import Any, NotRequired, TypedDict, TypeVar, cast
 
 import numpy as np
 
@@ -50,12 +50,28 @@ class Section:
         return asset(f"{self.name}.js") if self.script is None else self.script.read_text(encoding="utf-8")
 
 
+class Payload(TypedDict):
+    """All the page shows."""
+
+    runs: list[dict[str, object]]  # {section: its rows, ..., "commands"}
+    live: bool
+    stamp: NotRequired[str]  # of a served page: what it was made of
+
+
+class Packed(TypedDict):
+    """An array for decode() in data.js: value = integer * scale."""
+
+    type: str
+    scale: float
+    data: str  # little-endian integers, deflated, in base64
+
+
 class Shown:
     """What the page shows of one Run: the rows of every section, made when first asked for, and once."""
 
     def __init__(self, run: Run, share: float = 1.0):
         self.run, self.share = run, share  # of the page's budget
-        self._rows: dict[str, Any] = {}
+        self._rows: dict[str, object] = {}
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._rows:
@@ -67,9 +83,9 @@ class Shown:
         """Make a section's rows again when they are next asked for: the Run has changed."""
         self._rows.pop(name, None)
 
-    def value(self) -> dict[str, Any]:
+    def value(self) -> dict[str, object]:
         """{section: rows}, and under "commands" {section: what would fill it}."""
-        found = {name: self[name] for name in sections()}
+        found: dict[str, object] = {name: self[name] for name in sections()}
         with reading(self.run.path):
             return found | {"commands": {name: section.command(self.run) for name, section in sections().items()}}
 
@@ -81,7 +97,7 @@ def open_runs(runs: Sequence[Path | str | Run]) -> list[Shown]:
     return [Shown(run if isinstance(run, Run) else Run(run), 1 / len(runs)) for run in runs]
 
 
-def payload(runs: Sequence[Path | str | Run] | list[Shown], live: bool = False) -> dict[str, Any]:
+def payload(runs: Sequence[Path | str | Run] | list[Shown], live: bool = False) -> Payload:
     """All the page shows, as one JSON value: {"runs": [{section: rows, ..., "commands"}, ...], "live"}."""
     shown = [run for run in runs if isinstance(run, Shown)] or open_runs(runs)  # type: ignore[arg-type]
     return {"runs": [run.value() for run in shown], "live": live}
@@ -130,8 +146,7 @@ def read_tensors(path: Path, remedy: str) -> dict[str, np.ndarray]:
         raise ValueError(f"{path} cannot be read ({error}); {remedy}") from error
 
 
-def pack(array: np.ndarray, scale: float = 1.0) -> dict[str, Any]:
-    """{"type", "scale", "data"} for decode() in data.js: little-endian integers, deflated; value = integer * scale."""
+def pack(array: np.ndarray, scale: float = 1.0) -> Packed:
     types = {"uint8": "Uint8Array", "uint16": "Uint16Array", "int16": "Int16Array"}
     content = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
     data = base64.b64encode(zlib.compress(content, 6)).decode("ascii")
@@ -144,7 +159,7 @@ def triangle(maps: np.ndarray) -> np.ndarray:
     return maps[..., rows, columns]
 
 
-def pack_weights(weights: np.ndarray, bits: int = 16) -> dict[str, Any]:
+def pack_weights(weights: np.ndarray, bits: int = 16) -> Packed:
     """Attention weights in [0, 1], [layers, heads, queries, keys]. What is open stays open, however weak."""
     top = 2**bits - 1
     pairs = triangle(weights).astype(np.float64)
@@ -152,7 +167,7 @@ def pack_weights(weights: np.ndarray, bits: int = 16) -> dict[str, Any]:
     return pack(whole.astype(f"uint{bits}"), 1 / top)
 
 
-def pack_margins(margins: np.ndarray) -> dict[str, Any]:
+def pack_margins(margins: np.ndarray) -> Packed:
     """Gate margins; the sign, which says open or closed, survives rounding. -inf (no such pair) becomes OUTSIDE."""
     pairs = triangle(margins).astype(np.float64)
     real = np.isfinite(pairs)
