@@ -17,8 +17,8 @@ from sparselens.attribution.qk_terms import explain_look
 from sparselens.circuits.run import Patcher
 from sparselens.models.decoder import Decoder
 from sparselens.models.hooks import capture
-from sparselens.models.memory import PeakMemory
 from sparselens.tasks.registry import Words
+from sparselens.training.dry_run import PeakMemory
 from sparselens.transcoders.transcoder import Transcoder
 
 EVERY = 10_000  # a budget that expands every feature

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..runs.run import read_json, reading, write_json
-from .rows import GraphSettings, TargetRow, TraceRows
+from .rows import TargetRow, TraceRows
 
 if TYPE_CHECKING:
     from .sources import Replacement
@@ -57,7 +57,7 @@ class Graph:
     targets: list[TargetRow]  # one per logit node
     n_layers: int
     n_heads: int
-    settings: GraphSettings
+    settings: dict[str, str | float]  # how it was traced; cross_layer, input_hook, gated, budget, ...
     # nodes, in the order of KINDS
     kind: Tensor  # [n] int8, index into KINDS
     layer: Tensor  # [n] int32

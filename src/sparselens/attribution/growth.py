@@ -11,7 +11,7 @@
 import copy
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,24 +23,10 @@ from ..tasks.registry import Words
 from ..transcoders.transcoder import Transcoder
 from .graph import BIAS, KINDS, LOGIT, Graph
 from .linear_model import TOLERANCE, Frozen, exact
-from .rows import GraphSettings, TargetRow
+from .rows import TargetRow
 from .sources import Replacement
 
 ROUNDS = 24  # influence is computed anew about this many times while the graph grows
-
-
-class Growth(TypedDict):
-    """Settings of `attribution_graph`, all of them."""
-
-    position: int | None
-    budget: int
-    edges_per_row: int
-    mass: float
-    most_targets: int
-    nodes: float
-    edges: float
-    memory_mb: float
-    show_progress: bool
 
 
 @exact
@@ -184,13 +170,9 @@ class _Growing:
     """A graph whose rows are computed one after the other: the largest edges of each, exact sums of the others."""
 
     def __init__(
-        self,
-        replacement: Replacement,
-        targets: list[TargetRow],
-        prompt: str,
-        tokenizer: PreTrainedTokenizerBase,
+        self, replacement: Replacement, targets: list[TargetRow], prompt: str, tokenizer: PreTrainedTokenizerBase,
         most: int,
-    ):
+    ):  # fmt: skip
         self.replacement, self.targets, self.prompt, self.most = replacement, targets, prompt, most
         self.tokens = [text_of(tokenizer, [i]) for i in replacement.frozen.ids.tolist()]
         self.n_free = replacement.columns[BIAS].start  # columns before the biases
@@ -266,7 +248,7 @@ class _Growing:
             "value": edges["row_value"][:tail],
         }  # fmt: skip
         columns = {n: torch.cat([nodes[n], logits[n].to(nodes[n])]) for n in nodes} | edges
-        settings: GraphSettings = {
+        settings: dict[str, str | float] = {
             "cross_layer": transcoder.cross_layer, "input_hook": transcoder.input_hook,
             "gated": frozen.decoder.gates is not None, "dtype": str(frozen.final.dtype).removeprefix("torch."),
             "n_active": len(self.replacement.layer), "n_features": transcoder.n_features, "self_check": frozen.check,

@@ -13,8 +13,9 @@ edges alone. The prediction is linear in feature changes and exact for gates and
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypedDict, cast
 
 import torch
@@ -49,12 +50,6 @@ class Change(TypedDict, total=False):  # what `intervene` changes
     set: Mapping[int | Feature, float]
     close: Sequence[Link]
     ablate: Sequence[str]
-
-
-class Way(TypedDict, total=False):  # and how it finds out what that does
-    frozen: bool
-    respond: bool
-    hold_mlps: bool
 
 
 class Check(ChangeRow):  # what scaling sources does to a weighted sum of targets
@@ -244,11 +239,11 @@ def _respond(r: Replacement, edit: Edit, layer: int, x: Tensor, written: Tensor,
 # ---- predicted against measured ----
 
 
-WAYS: dict[str, Way] = {
-    "predicted_direct": {"frozen": True, "respond": False},
-    "measured_direct": {"hold_mlps": True},
-    "predicted": {"frozen": True},
-    "measured": {},
+WAYS: dict[str, Callable[..., Outcome]] = {
+    "predicted_direct": partial(intervene, frozen=True, respond=False),
+    "measured_direct": partial(intervene, hold_mlps=True),
+    "predicted": partial(intervene, frozen=True),
+    "measured": intervene,
 }
 
 
@@ -264,7 +259,7 @@ def check_changes(graph: Graph, changes: Sequence[Change], watch: Sequence[Mappi
         nodes = sorted(targets)
         name = repr((sorted((k, repr(v)) for k, v in change.items()), nodes))
         if name not in seen:
-            seen[name] = {label: intervene(graph, **change, **how, watch=nodes) for label, how in WAYS.items()}
+            seen[name] = {label: way(graph, **change, watch=nodes) for label, way in WAYS.items()}
         weight = torch.tensor([float(targets[n]) for n in nodes], dtype=torch.float64)
         before = float(weight @ seen[name]["measured"].before.double().cpu())
         sums = {label: float(weight @ (o.after - o.before).double().cpu()) for label, o in seen[name].items()}

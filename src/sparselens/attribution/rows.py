@@ -145,20 +145,6 @@ class Rule(TypedDict, total=False):  # who belongs to a cluster: all that is sai
 Rules = Mapping[str, Rule | list[str]]  # clusters.json: name -> rule, or names of nodes
 
 
-class GraphSettings(TypedDict):  # how a graph was traced
-    cross_layer: bool
-    input_hook: str
-    gated: bool
-    dtype: str
-    n_active: int
-    n_features: int
-    self_check: float
-    budget: NotRequired[int]  # these four when it is complete
-    edges_per_row: NotRequired[int]
-    nodes: NotRequired[float]
-    edges: NotRequired[float]
-
-
 class ModelRows(TypedDict):  # one prompt in one model
     model: str
     gated: bool
@@ -171,7 +157,7 @@ class ModelRows(TypedDict):  # one prompt in one model
     scores: dict[str, float]  # replacement, completeness
     n_nodes: int
     n_edges: int
-    settings: GraphSettings
+    settings: dict[str, str | float]
     clusters: list[ClusterRow]
     edges: list[EdgeRow]
     n_cluster_edges: int

@@ -36,24 +36,12 @@ from .clusters import (
     rules_of,
 )  # fmt: skip
 from .graph import LOGIT, Graph, node_name
-from .growth import Growth, attribution_graph, prompt_ids
+from .growth import attribution_graph, prompt_ids
 from .head_shares import Carried
 from .interventions import Change, EdgeCheck, agreement, check_changes, check_top
 from .neuronpedia import write_graph
 from .qk_terms import explain_look
-from .rows import (
-    ChangeRow,
-    ClusterRow,
-    EdgeRow,
-    LookRow,
-    MainRow,
-    MapRow,
-    ModelRows,
-    Rules,
-    SingleRow,
-    SinglesRow,
-    TraceRows,
-)  # fmt: skip
+from .rows import ChangeRow, ClusterRow, EdgeRow, LookRow, MainRow, MapRow, ModelRows, Rules, SinglesRow, TraceRows
 
 FEATURES_LISTED = 8  # per cluster
 LOOKS = 3  # heads of the main edge whose logit is taken apart
@@ -62,6 +50,7 @@ EDGES_TOLD = CLUSTERS_TOLD = 12
 FAINT = 0.005  # attention weights below this are not kept for maps
 Prompt = str | Sequence[int] | Tensor
 Features = str | Path | Run | Transcoder
+Grow = Callable[..., Graph]  # `attribution_graph`, its settings chosen
 Verb = TypeVar("Verb", bound=Callable[..., Graph])
 
 
@@ -110,15 +99,15 @@ def trace(
     rules = read_rules(clusters) if isinstance(clusters, str | Path) else clusters
     # Both transcoders before any model: a missing file should not cost the loading of a model.
     models = [(source, _coder(transcoder)), *([] if against is None else [(against[0], _coder(against[1]))])]
-    growth = Growth(
-        position=settings.position, budget=settings.budget, nodes=settings.nodes, edges=settings.edges,
-        memory_mb=settings.memory_mb, mass=mass, most_targets=1 if summed_up else most_targets,
+    grow = functools.partial(
+        attribution_graph, position=settings.position, budget=settings.budget, nodes=settings.nodes,
+        edges=settings.edges, memory_mb=settings.memory_mb, mass=mass, most_targets=1 if summed_up else most_targets,
         edges_per_row=edges_per_row, show_progress=show_progress,
     )  # fmt: skip
     if not summed_up:
-        return _graph(*models[0], prompt, target, growth)
+        return _graph(*models[0], prompt, target, grow)
     called = [*names[: len(models)], *(name_of(model) for model, _ in models[len(names) :])]
-    parts = _sum_up(models, called, prompt, target, growth, settings, rules, edge, say or (lambda text: None))
+    parts = _sum_up(models, called, prompt, target, grow, settings, rules, edge, say or (lambda text: None))
     rows = cast(TraceRows, {**parts[0].rows, "provenance": provenance()})
     if against is not None:
         rows["against"] = parts[1].rows
@@ -159,7 +148,7 @@ def _coder(transcoder: Features) -> Transcoder:
 
 
 def _graph(
-    source: Source, coder: Transcoder, prompt: Prompt, target: Any, growth: Growth, beside: Graph | None = None
+    source: Source, coder: Transcoder, prompt: Prompt, target: Any, grow: Grow, beside: Graph | None = None
 ) -> Graph:
     model, tokenizer = resolve(source)
     if tokenizer is None:
@@ -168,7 +157,7 @@ def _graph(
     if beside is not None and beside.replacement().frozen.ids.tolist() != ids:
         raise ValueError("the second model reads the prompt as other tokens than the first; compare related models")
     coder = coder.to(next(model.parameters()).device)
-    return attribution_graph(model, tokenizer, coder, prompt, target, **growth)
+    return grow(model, tokenizer, coder, prompt, target)
 
 
 class _Part(NamedTuple):  # what one of the models gives
@@ -180,13 +169,13 @@ class _Part(NamedTuple):  # what one of the models gives
 
 def _sum_up(
     models: Sequence[tuple[Source, Transcoder]], names: Sequence[str], prompt: Prompt, target: Any,
-    growth: Growth, settings: Trace, rules: Rules | None, edge: str | None,
+    grow: Grow, settings: Trace, rules: Rules | None, edge: str | None,
     say: Callable[[str], None],
 ) -> list[_Part]:  # fmt: skip
     """Graph and rows of each model; what was left open (target, edge) is the first one's choice."""
     parts: list[_Part] = []
     for (source, coder), name in zip(models, names, strict=True):
-        graph = _graph(source, coder, prompt, target, growth, beside=parts[0].graph if parts else None)
+        graph = _graph(source, coder, prompt, target, grow, beside=parts[0].graph if parts else None)
         if names.count(name) > 1:  # a Run is often called like the model it began with
             name = f"{name}, {'sparse' if graph.settings['gated'] else 'dense'}"
         clusters = find_clusters(graph, rules, settings.layer_share)
@@ -227,7 +216,7 @@ def summarise(
     number = edges.index(main)
     singles = check_top(graph, settings.checks) if settings.checks else []
     return {
-        "model": model, "gated": graph.settings["gated"], "prompt": graph.prompt, "tokens": graph.tokens,
+        "model": model, "gated": bool(graph.settings["gated"]), "prompt": graph.prompt, "tokens": graph.tokens,
         "n_layers": graph.n_layers, "n_heads": graph.n_heads,
         "target": [{**t, "position": int(graph.position[-1])} for t in graph.targets],
         "completeness_error": graph.completeness_error, "scores": graph.scores(),
@@ -319,17 +308,16 @@ def looks(graph: Graph, carried: Carried) -> list[LookRow]:
 
 def _interventions(graph: Graph, checks: list[EdgeCheck]) -> SinglesRow:
     """The strongest edges between single nodes, removed one by one."""
-    rows: list[SingleRow] = [
-        {
-            "source": graph.label(check["sources"][0]), "target": graph.label(check["targets"][0]),
-            "weight": check["weight"], "before": check["before"], "predicted": check["predicted"],
-            "measured": check["measured"], "predicted_direct": check["predicted_direct"],
-            "measured_direct": check["measured_direct"],
-        }
-        for check in checks
-    ]  # fmt: skip
-    direct = agreement(rows, "predicted_direct", "measured_direct")
-    return {"rows": rows, "agreement": agreement(rows), "agreement_direct": direct}
+    return {
+        "rows": [
+            {"source": graph.label(check["sources"][0]), "target": graph.label(check["targets"][0]),
+             "weight": check["weight"], "before": check["before"], "predicted": check["predicted"],
+             "measured": check["measured"], "predicted_direct": check["predicted_direct"],
+             "measured_direct": check["measured_direct"]}
+            for check in checks
+        ],
+        "agreement": agreement(checks), "agreement_direct": agreement(checks, "predicted_direct", "measured_direct"),
+    }  # fmt: skip
 
 
 def tell(rows: ModelRows) -> str:

@@ -54,17 +54,6 @@ class Index(TypedDict):
     sources: list[Source]
 
 
-class TextDescription(TypedDict):
-    """What a Run keeps of the text it was trained on."""
-
-    sources: dict[str, list[Source]]  # of the training text and, where they are others, of the held-out
-    train_sequences: int
-    heldout_sequences: int
-    length: int
-    half_start_bare: bool
-    tokens: dict[str, int]
-
-
 class Batches(Protocol):
     """Numbered training and held-out sequences. Anything with these four can be trained on."""
 
@@ -367,7 +356,7 @@ class TextBatches:
             raise _damaged(self.cache.folder, f"token {text.max()} of {self.vocabulary}")
         return text if bare else np.insert(text, 0, self.separator)
 
-    def describe(self) -> TextDescription:
+    def describe(self) -> dict[str, object]:
         return {"sources": self.sources, "train_sequences": len(self._train), "heldout_sequences": self.n_heldout,
                 "length": self.length, "half_start_bare": self.half_start_bare,
                 "tokens": self.cache.index["tokens"]}  # fmt: skip

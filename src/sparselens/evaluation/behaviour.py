@@ -32,17 +32,13 @@ class Likely(TypedDict):
     p: float
 
 
-class SaidRow(TypedDict):
-    """What every model says after a prompt."""
-
+class SaidRow(TypedDict):  # what every model says after a prompt
     prompt: str
     next: dict[str, list[Likely]]
     kl: dict[str, float]
 
 
-class Behaviour(TypedDict):
-    """behaviour.json: everything by the names of the models."""
-
+class Behaviour(TypedDict):  # behaviour.json: everything by the names of the models
     models: list[str]
     compared_with: str
     text: NotRequired[Mapping[str, EvaluationRow]]

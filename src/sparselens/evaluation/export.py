@@ -5,7 +5,6 @@ claimed that was not measured.
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -136,7 +135,7 @@ def _table(rows: list[EvaluationRow]) -> str:
     return "\n".join(lines)
 
 
-def _making(config: dict[str, Any], versions: Mapping[str, str]) -> str:
+def _making(config: dict[str, Any], versions: dict[str, str]) -> str:
     training, data = config["training"], config.get("data")
     data = data if isinstance(data, dict) else {}  # the demo's sums are made, not read
     sources = data.get("sources")

@@ -8,9 +8,8 @@ definition is included and only the source of its questions replaced.
 import difflib
 import logging
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -20,12 +19,6 @@ from ..tasks.registry import Words
 
 FORMATS = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}  # suffix -> loader of the datasets library
 SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
-
-
-class BenchmarkedRow(EvaluationRow):
-    """One model; where there was no held-out text, name, kind and benchmarks alone."""
-
-    benchmarks: NotRequired[dict[str, dict[str, float]]]  # benchmark -> metric -> value
 
 
 def find_benchmarks(names: list[str], questions: Path | None = None) -> list[Any]:
@@ -85,13 +78,9 @@ def _from_files(entry: Any, questions: Path) -> dict[str, object]:
 
 
 def answer_benchmarks(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    benchmarks: list[Any],
-    *,
-    limit: int | None = None,
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, benchmarks: list[Any], *, limit: int | None = None,
     batch: int = 16,
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, float]]:  # fmt: skip
     """Per benchmark: every metric of lm-eval with its standard error (acc, acc_stderr, ...), and the questions asked.
 
     benchmarks: as `find_benchmarks` gives them. limit: only the first so many questions of each.
@@ -124,7 +113,7 @@ def benchmark_rows(found: Any) -> dict[str, dict[str, float]]:
     return rows
 
 
-def benchmark_table(rows: Sequence[BenchmarkedRow]) -> str:
+def benchmark_table(rows: list[EvaluationRow]) -> str:
     """One line per model, one column per benchmark and metric, as text."""
     first = rows[0]["benchmarks"]
     columns = [(name, metric) for name, values in first.items() for metric in values if f"{metric}_stderr" in values]

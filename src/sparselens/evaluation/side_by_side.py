@@ -17,11 +17,12 @@ from ..data.registry import make_again
 from ..models.architectures import base_model, dimensions
 from ..models.loading import Source, is_gated, name_of, resolve
 from ..runs import distributed
+from ..runs.rows import EvaluationRow
 from ..runs.run import Run, check_folder, check_writable, provenance, reading, write_bytes, write_json
 from ..training.measure import in_bf16, measure
 from ..training.sparsify import loss_table, report_slice
 from .behaviour import behaviour as behaviour_of, check_one_vocabulary, markdown, read_prompts
-from .lm_eval import BenchmarkedRow, answer_benchmarks, benchmark_table, find_benchmarks
+from .lm_eval import answer_benchmarks, benchmark_table, find_benchmarks
 
 Slice = tuple[Batches, int, int]  # held-out sequences, the first of them, how many
 FindText = Callable[[nn.Module, PreTrainedTokenizerBase], Slice | None]
@@ -50,7 +51,7 @@ def evaluate(
     benchmarks: Sequence[str] = (), questions: Path | None = None, limit: int | None = None,
     behaviour: Path | None = None, prompts: Path | None = None, tasks: Sequence[str] = (),
     json: str | Path | None = None, say: Callable[[str], None] = print,
-) -> list[BenchmarkedRow]:  # fmt: skip
+) -> list[EvaluationRow]:  # fmt: skip
     """One row per model, with loss, KL and density on the Run's held-out text or on `data`.
 
     A Run brings its base, control (where there is one) and sparse model. Other models are compared with the first of
@@ -76,7 +77,7 @@ def evaluate(
         prompts=read_prompts(prompts), tasks=[registry.find(task) for task in tasks],
         benchmarks=find_benchmarks(list(benchmarks), questions) if benchmarks else [], limit=limit,
     )  # fmt: skip
-    rows: list[BenchmarkedRow] = []
+    rows: list[EvaluationRow] = []
     for run in runs:
         with reading(run.path / "run.json"):
             new = _of_run(run, asked)
@@ -124,7 +125,7 @@ def _checked(run: Run, more: bool) -> Run:
     return run
 
 
-def _tell(title: str, rows: list[BenchmarkedRow], say: Callable[[str], None]) -> list[BenchmarkedRow]:
+def _tell(title: str, rows: list[EvaluationRow], say: Callable[[str], None]) -> list[EvaluationRow]:
     lines = [title or "\n".join(f"{row['kind']}: {row['name']}" for row in rows)]
     if "loss" in rows[0]:
         lines.append(loss_table(rows))
@@ -137,7 +138,7 @@ def _tell(title: str, rows: list[BenchmarkedRow], say: Callable[[str], None]) ->
 # ---- which models, which text ----------------------------------------------------------------------------------------
 
 
-def _of_run(run: Run, asked: Asked) -> list[BenchmarkedRow]:
+def _of_run(run: Run, asked: Asked) -> list[EvaluationRow]:
     config, training = run.record["config"], run.record["config"]["training"]
     about_data = config.get("data", {})
 
@@ -163,7 +164,7 @@ def _of_run(run: Run, asked: Asked) -> list[BenchmarkedRow]:
     return _rows(sources, text, asked, micro, bf16=in_bf16(training["precision"]))
 
 
-def _of_models(sources: list[Source], asked: Asked) -> list[BenchmarkedRow]:
+def _of_models(sources: list[Source], asked: Asked) -> list[EvaluationRow]:
     def text(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Slice | None:
         if not asked.data:
             return None
@@ -194,9 +195,9 @@ def _text(run: Run, tokenizer: PreTrainedTokenizerBase, asked: Asked) -> TextBat
     need = config["training"]["steps"] * config["training"]["batch"] * length
     batches = TextBatches(text["patterns"], tokenizer, length, need=need, heldout_patterns=list(text["heldout"]),
                           heldout_tokens=text["heldout_tokens"], cache=cache, field=field, seed=0)  # fmt: skip
-    was, now = config["data"], batches.describe()
+    was, tokens = config["data"], batches.cache.index["tokens"]
     # Names and times may differ on another machine, sizes may not.
-    if was["tokens"] != now["tokens"] or _sizes(was["sources"]) != _sizes(now["sources"]):
+    if was["tokens"] != tokens or _sizes(was["sources"]) != _sizes(batches.sources):
         raise ValueError(
             f"the text of {run.path} has changed since: what would be held out now may have been trained on then; "
             "give other text with --data"
@@ -214,9 +215,9 @@ def _sizes(sources: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 def _rows(
     sources: list[tuple[str, Source]], find_text: FindText, asked: Asked, micro: int, bf16: bool
-) -> list[BenchmarkedRow]:
+) -> list[EvaluationRow]:
     """One row per (kind, source), every model compared with the first; kind "": dense or sparse, as it turns out."""
-    rows: list[BenchmarkedRow] = []
+    rows: list[EvaluationRow] = []
     kept: dict[str, nn.Module] = {}  # the models, where they are to be put side by side
     text: Slice | None = None
     for kind, source in sources:
@@ -230,12 +231,11 @@ def _rows(
         elif text is not None or asked.behaviour:
             check_one_vocabulary({rows[0]["kind"]: base, kind: model})
         name = str(source) if isinstance(source, str | Path) else name_of(source)
-        row = cast(BenchmarkedRow, {"name": name, "kind": kind})
+        row = cast(EvaluationRow, {"name": name, "kind": kind})  # all there is where there is no text
         if text is not None:
             batches, start, count = text
             with torch.autocast(distributed.device(), torch.bfloat16, enabled=bf16):
-                measured = measure(model, batches, start, count, micro_batch=micro, base=base)
-            row = cast(BenchmarkedRow, measured.row(name, kind))
+                row = measure(model, batches, start, count, micro_batch=micro, base=base).row(name, kind)
         if asked.benchmarks:
             row["benchmarks"] = answer_benchmarks(model, tokenizer, asked.benchmarks, limit=asked.limit)
         if asked.behaviour:
@@ -250,7 +250,7 @@ def _rows(
     return rows
 
 
-def _kind(model: nn.Module, rows: list[BenchmarkedRow]) -> str:
+def _kind(model: nn.Module, rows: list[EvaluationRow]) -> str:
     """dense or sparse, numbered from the second on."""
     kind = "sparse" if is_gated(model) else "dense"
     alike = sum(row["kind"].split()[0] == kind for row in rows)

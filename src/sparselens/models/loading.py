@@ -15,17 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    __version__ as transformers_version,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
@@ -233,7 +227,7 @@ def _load_gguf(path: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedToken
     whole, words = whole_words(tokenizer)
     if whole < words / 2:
         raise ValueError(
-            f"transformers {transformers_version} reads the tokenizer of {path} wrongly: of {words} words in its "
+            f"transformers {transformers.__version__} reads the tokenizer of {path} wrongly: of {words} words in its "
             f"vocabulary {whole} come back as one token. Update it (pip install -U transformers; 5.22 reads Gemma's)."
         )
     if _adds_bos(path) and tokenizer.bos_token is not None:

@@ -3,9 +3,7 @@
 from typing import Literal, NotRequired, TypedDict
 
 
-class Provenance(TypedDict):
-    """So that a number can be made again."""
-
+class Provenance(TypedDict):  # so that a number can be made again
     versions: dict[str, str]
     python: str
     commit: str | None
@@ -33,6 +31,7 @@ class EvaluationRow(SummaryRow):
     exact: float  # share of sequences without a fault
     density_per_layer: list[float] | None
     density_per_head: list[list[float]] | None
+    benchmarks: NotRequired[dict[str, dict[str, float]]]  # benchmark -> metric -> value
 
 
 class Cost(TypedDict):
@@ -92,26 +91,22 @@ class TranscoderRow(Measured):
     tokens_per_second: float
 
 
-class AnswerRow(TypedDict):
-    """What one model says at every position of a prompt."""
-
+class AnswerRow(TypedDict):  # what one model says at every position of a prompt
     says: list[str]
     probability: list[float]
 
 
-class PromptRow(TypedDict):
-    """A prompt whose attention is kept in `file`, by the roles of the models: dense, control, sparse."""
-
+class PromptRow(
+    TypedDict
+):  # a prompt whose attention is kept in `file`, by the roles of the models: dense, control, sparse
     text: str
     tokens: NotRequired[list[str]]  # once a model has read it
     cut: NotRequired[bool]
     models: dict[str, AnswerRow]
-    file: str
+    file: str  # of the maps
 
 
-class AttentionRows(TypedDict):
-    """attention/attention.json."""
-
+class AttentionRows(TypedDict):  # attention/attention.json
     format: int
     shape: dict[str, int] | None  # n_layers, n_heads
     prompts: list[PromptRow]

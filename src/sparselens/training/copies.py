@@ -149,9 +149,6 @@ def sizes(model: nn.Module) -> tuple[int, int]:
     return sum(n for n, _ in numbers), sum(n for n, requires_grad in numbers if requires_grad)
 
 
-# ---- faster steps ----------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def faster(models: list[nn.Module], settings: Training, device: str) -> Iterator[None]:
     """Within it the models compute faster. After it they are plain again: whoever looks inside next may want hooks."""

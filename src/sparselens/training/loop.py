@@ -24,14 +24,13 @@ from ..config import Training
 from ..data.batches import Batches
 from ..models.architectures import blocks
 from ..models.loading import is_gated
-from ..models.memory import out_of_memory
 from ..runs import distributed
 from ..runs.checkpoints import checkpoint_states, fill, load_checkpoint, save_checkpoint
 from ..runs.rows import MetricsLine
 from .controllers import Budget, Constraint
 from .copies import faster, fused, recompute
 from .engine import Progress, Trainee, make_optimizer, run
-from .measure import forward, in_bf16, measure, token_kl, token_losses
+from .measure import forward, in_bf16, measure, out_of_memory, token_kl, token_losses
 
 PARTING = 0.2  # nats between training and held-out loss, beyond where they started, that deserve a warning
 

@@ -11,8 +11,9 @@ Disk     = checkpoints, the best state, models, tokenised text.
 import dataclasses
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import psutil
 import torch
@@ -149,14 +150,6 @@ def plan(
     return dataclasses.replace(result, tokens_per_second=tokens / job.gpus / compute, how=how, **times)
 
 
-class Changes(TypedDict, total=False):
-    """Settings with which a run may fit after all."""
-
-    micro_batch: int
-    gradient_checkpointing: bool
-    lora: int
-
-
 @dataclass
 class Job:
     """One run on so many GPUs (or one CPU)."""
@@ -183,7 +176,7 @@ class Job:
 
     @property
     def compiled(self) -> bool:
-        """Whether the run will compile its blocks (compilation.compiles)."""
+        """Whether the run will compile its blocks (copies.compiles)."""
         training = self.settings.training
         auto = training.compile == "auto" and training.steps >= COMPILE_FROM and not self.sharded
         return self.gpu and (training.compile == "yes" or auto)
@@ -209,7 +202,7 @@ class Job:
             "activations": activations, "gathered": gathered, "best state": best, "process": PROCESS,
         }  # fmt: skip
 
-    def changed(self, sharded: bool | None = None, **changes: Unpack[Changes]) -> "Job":
+    def changed(self, sharded: bool | None = None, **changes: Any) -> "Job":
         """The same with other settings of the training."""
         training = dataclasses.replace(self.settings.training, **changes)
         settings = dataclasses.replace(self.settings, training=training)
@@ -217,18 +210,15 @@ class Job:
 
     def advice(self, available: float) -> str:
         """The first of a few changes with which it would fit, as the end of a sentence."""
-        least: Changes = {"micro_batch": 1, "gradient_checkpointing": True}
-        tries: list[tuple[str, bool, Changes]] = [
-            ("--micro-batch 1", self.sharded, {"micro_batch": 1}),
-            ("--micro-batch 1 --gradient-checkpointing", self.sharded, least),
-        ]
+        least = partial(self.changed, micro_batch=1, gradient_checkpointing=True)
+        tries = {"--micro-batch 1": partial(self.changed, micro_batch=1)}
+        tries["--micro-batch 1 --gradient-checkpointing"] = least
         if self.gpus > 1 and not self.sharded:
-            tries.append(("FSDP2 (--sharded) with --micro-batch 1 --gradient-checkpointing", True, least))
+            tries["FSDP2 (--sharded) with --micro-batch 1 --gradient-checkpointing"] = partial(least, sharded=True)
         if not self.settings.training.lora:
-            lora: Changes = {**least, "lora": 16}
-            tries.append(("--lora 16 --micro-batch 1 --gradient-checkpointing", self.sharded, lora))
-        for words, sharded, changes in tries:
-            need = sum(self.changed(sharded, **changes).memory().values())
+            tries["--lora 16 --micro-batch 1 --gradient-checkpointing"] = partial(least, lora=16)
+        for words, changed in tries.items():
+            need = sum(changed().memory().values())
             if need <= available:
                 return f"; {words} would need {need / GIB:.1f}"
         return "; no setting of this command makes it fit: use more or larger GPUs, or shorter sequences"

@@ -50,17 +50,13 @@ class Section:
         return asset(f"{self.name}.js") if self.script is None else self.script.read_text(encoding="utf-8")
 
 
-class Payload(TypedDict):
-    """All the page shows."""
-
+class Payload(TypedDict):  # all the page shows
     runs: list[dict[str, object]]  # {section: its rows, ..., "commands"}
     live: bool
     stamp: NotRequired[str]  # of a served page: what it was made of
 
 
-class Packed(TypedDict):
-    """An array for decode() in data.js: value = integer * scale."""
-
+class Packed(TypedDict):  # an array for decode() in data.js: value = integer * scale
     type: str
     scale: float
     data: str  # little-endian integers, deflated, in base64

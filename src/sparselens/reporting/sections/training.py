@@ -16,17 +16,10 @@ MOST = 1500  # points per line
 MOST_COLUMNS = 80  # of a heat map over time
 
 
-class ChartLine(TypedDict):
-    name: str
-    of: list[str]  # table and column
-    colour: str
-    style: str  # line, faint, dashed or points
-
-
 class Chart(TypedDict):
     title: str
     unit: str
-    lines: list[ChartLine]
+    lines: list[dict[str, object]]  # name, of (table and column), colour, style
     log: bool
     share: bool
 
@@ -126,8 +119,8 @@ def _transcoder(lines: list[MetricsLine]) -> dict[str, object]:
 
 
 def _chart(title: str, unit: str, *lines: tuple[str, ...], log: bool = False, share: bool = False) -> Chart:
-    """Each line: name, table, column, colour, style."""
-    parts = [ChartLine(name=n, of=[table, column], colour=c, style=s) for n, table, column, c, s in lines]
+    """Each line: name, table, column, colour, style (line, faint, dashed or points)."""
+    parts = [dict[str, object](name=n, of=[table, column], colour=c, style=s) for n, table, column, c, s in lines]
     return {"title": title, "unit": unit + (", log scale" if log else ""), "lines": parts, "log": log, "share": share}
 
 
