@@ -20,10 +20,10 @@ from sparselens.circuits.run import Patcher
 from sparselens.circuits.scores import eap, estimate_memory
 from sparselens.models.architectures import mlp_width
 from sparselens.models.decoder import Decoder
-from sparselens.models.memory import PeakMemory
 from sparselens.runs.run import provenance, write_json
 from sparselens.tasks import Pair
 from sparselens.tasks.prompts import Prompts
+from sparselens.training.dry_run import PeakMemory
 
 VOCABULARY = 1000
 GROWING = ("scoring_seconds", "curve_seconds", "scoring_mb", "largest_circuit_mb")  # log2 of twice over once

@@ -26,12 +26,12 @@ from sparselens.circuits.scores import eap
 from sparselens.config import Gate, Sparsify, Training, Transcode
 from sparselens.models.decoder import Decoder
 from sparselens.models.loading import add_gates
-from sparselens.models.memory import PeakMemory
 from sparselens.runs.run import provenance, write_json
 from sparselens.tasks import Pair
 from sparselens.tasks.prompts import Prompts
+from sparselens.training.dry_run import PeakMemory
+from sparselens.training.engine import make_optimizer
 from sparselens.training.loop import Stage, loss_and_density
-from sparselens.training.optimizers import make_optimizer
 from sparselens.transcoders.evaluation import observe
 from sparselens.transcoders.losses import Learner
 from sparselens.transcoders.transcoder import Transcoder

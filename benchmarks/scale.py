@@ -29,15 +29,14 @@ from sparselens.models.architectures import base_model, blocks, mlp_width
 from sparselens.models.component_graph import Components
 from sparselens.models.decoder import Decoder
 from sparselens.models.loading import NAME
-from sparselens.models.memory import PeakMemory
 from sparselens.runs.run import provenance, write_json
 from sparselens.tasks import Pair
 from sparselens.tasks.prompts import Item, Prompts, Read, collate
-from sparselens.training.compilation import compiles
 from sparselens.training.controllers import Budget
-from sparselens.training.copies import dense_copy, with_gates
+from sparselens.training.copies import compiles, dense_copy, with_gates
+from sparselens.training.dry_run import PeakMemory
+from sparselens.training.engine import make_optimizer
 from sparselens.training.loop import Stage, loss_and_density
-from sparselens.training.optimizers import make_optimizer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GIB = 2**30

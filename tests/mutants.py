@@ -28,11 +28,10 @@ from mutations import Mutant, mutants_of, reach
 CORE = [
     "attribution/clusters", "attribution/graph", "attribution/growth", "attribution/head_shares",
     "attribution/interventions", "attribution/linear_model", "attribution/qk_terms", "attribution/sources",
-    "attribution/targets", "circuits/attention_edges", "circuits/circuit", "circuits/faithfulness", "circuits/heads",
-    "circuits/run", "circuits/scores", "gating/op", "gating/reference", "models/component_graph", "models/decoder",
-    "tasks/prompts", "training/controllers", "training/engine", "training/loop", "training/measure",
-    "training/optimizers", "transcoders/activations", "transcoders/decoding", "transcoders/evaluation",
-    "transcoders/losses", "transcoders/transcoder",
+    "circuits/attention_edges", "circuits/circuit", "circuits/faithfulness", "circuits/heads", "circuits/run",
+    "circuits/scores", "gating/op", "gating/reference", "models/component_graph", "models/decoder", "tasks/prompts",
+    "training/controllers", "training/engine", "training/loop", "training/measure", "transcoders/decoding",
+    "transcoders/evaluation", "transcoders/losses", "transcoders/transcoder",
 ]  # fmt: skip
 SLOWEST = 15.0  # seconds; a slower test is not asked
 PATIENCE = 60.0  # seconds of tests for one mutant

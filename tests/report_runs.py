@@ -224,7 +224,7 @@ def real_trace() -> dict:
     from tracing_setup import traced
 
     from sparselens.attribution.clusters import find_clusters
-    from sparselens.attribution.summary import summarise
+    from sparselens.attribution.trace import summarise
     from sparselens.config import Trace
 
     graph = traced(gated=True)

@@ -357,7 +357,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{prog}: {_one_line(error)}", file=sys.stderr)
             sys.exit(2)
         if isinstance(error, RuntimeError | MemoryError):
-            from .models.memory import out_of_memory
+            from .training.measure import out_of_memory
 
             if out_of_memory(error):
                 options = "--batch or --micro-batch (training), --memory-mb (discover, trace)"

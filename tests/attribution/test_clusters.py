@@ -7,9 +7,19 @@ from tiny_models import tiny_tokenizer
 from tracing_setup import biased_model, traced
 
 import sparselens as sl
-from sparselens.attribution.cluster_rules import mark_of, name_positions, node_name, read_rules, rules_of
-from sparselens.attribution.clusters import _layers, balance, carry_clusters, choose_edge, cluster_edges, find_clusters
-from sparselens.attribution.graph import ERROR, FEATURE
+from sparselens.attribution.clusters import (
+    _layers,
+    balance,
+    carry_clusters,
+    choose_edge,
+    cluster_edges,
+    find_clusters,
+    mark_of,
+    name_positions,
+    read_rules,
+    rules_of,
+)
+from sparselens.attribution.graph import ERROR, FEATURE, node_name
 from sparselens.attribution.head_shares import carry
 from sparselens.runs.run import write_json
 from sparselens.transcoders.transcoder import Transcoder

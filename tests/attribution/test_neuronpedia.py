@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from tracing_setup import traced
 
-from sparselens.attribution.cluster_rules import node_name
 from sparselens.attribution.clusters import find_clusters
-from sparselens.attribution.graph import BIAS, ERROR, FEATURE, LOGIT, POSITION, TOKEN, Graph
+from sparselens.attribution.graph import BIAS, ERROR, FEATURE, LOGIT, POSITION, TOKEN, Graph, node_name
 from sparselens.attribution.head_shares import carry
 from sparselens.attribution.neuronpedia import graph_json, pairing, slug_of, write_graph
 

@@ -11,15 +11,14 @@ from tracing_setup import FAMILIES, PROMPT, biased_model, total_effects, traced
 
 import sparselens as sl
 from sparselens.attribution.graph import BIAS, ERROR, FEATURE, LOGIT, POSITION, TOKEN
-from sparselens.attribution.growth import _freeze
+from sparselens.attribution.growth import _freeze, choose_targets
 from sparselens.attribution.linear_model import Frozen
 from sparselens.attribution.qk_terms import explain_look
-from sparselens.attribution.targets import choose_targets
 from sparselens.circuits.run import Patcher
 from sparselens.models.decoder import Decoder
 from sparselens.models.hooks import capture
-from sparselens.models.memory import PeakMemory
-from sparselens.tasks.words import Words
+from sparselens.tasks.registry import Words
+from sparselens.training.dry_run import PeakMemory
 from sparselens.transcoders.transcoder import Transcoder
 
 EVERY = 10_000  # a budget that expands every feature

@@ -13,7 +13,7 @@ from sparselens.attribution.head_shares import carry
 from sparselens.cli import main
 from sparselens.demo.addition import make_model
 from sparselens.reporting.figures.attribution import _grid, _sentence, draw_trace, visible
-from sparselens.tasks.words import Words
+from sparselens.tasks.registry import Words
 from sparselens.transcoders.transcoder import Transcoder
 
 PROMPT = "w3 w5 w8 w13 w21 w3 w9"

@@ -11,7 +11,7 @@ from sparselens.circuits.rankings import by_score, learn_masks, rank
 from sparselens.config import Gate
 from sparselens.models.decoder import Decoder
 from sparselens.models.loading import add_gates
-from sparselens.models.memory import PeakMemory
+from sparselens.training.dry_run import PeakMemory
 
 DENSE_AND_SPARSE = pytest.mark.parametrize("bias", [None, 0.3], ids=["dense", "sparse"])
 

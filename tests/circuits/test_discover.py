@@ -33,8 +33,8 @@ from sparselens.config import Gate, Search
 from sparselens.models.architectures import Dimensions, mlp_width
 from sparselens.models.decoder import Decoder
 from sparselens.models.loading import add_gates, save
-from sparselens.models.memory import PeakMemory
 from sparselens.tasks import Pair, Task
+from sparselens.training.dry_run import PeakMemory
 
 
 def large_vocabulary(size: int):

@@ -12,7 +12,7 @@ from sparselens.data.batches import TextBatches
 from sparselens.evaluation.behaviour import behaviour, markdown, read_prompts
 from sparselens.models.loading import add_gates
 from sparselens.tasks import Pair, Task
-from sparselens.tasks.words import Words
+from sparselens.tasks.registry import Words
 
 TEXT = "\n<|endoftext|>\n".join(" ".join(f"w{(i * j + j) % 62}" for j in range(40)) for i in range(60))
 PAIRS = tuple(Pair(f"w{i} w{i + 1}", f"w{i + 3} w{i + 1}", f" w{i + 5}", f" w{i + 9}") for i in range(20))

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from sample_run import command
 
-from sparselens.attribution.cluster_rules import read_rules
+from sparselens.attribution.clusters import read_rules
 from sparselens.runs.checkpoints import load_checkpoint
 from sparselens.runs.run import Metrics
 from sparselens.tasks.registry import read_pairs

@@ -18,9 +18,9 @@ from sparselens.circuits.rows import WORDING
 from sparselens.cli import main
 from sparselens.models.component_graph import Components
 from sparselens.reporting import build_page, page, payload
-from sparselens.reporting.packing import OUTSIDE, finite, pack_margins, pack_weights
 from sparselens.reporting.page import embed, joined_scripts, scripts
 from sparselens.reporting.readings import fewer, question
+from sparselens.reporting.sections import OUTSIDE, finite, pack_margins, pack_weights
 from sparselens.reporting.sections.attention import attention
 from sparselens.reporting.sections.attribution import KINDS, features, one_trace
 from sparselens.reporting.sections.circuits import drawable

@@ -13,7 +13,7 @@ from sparselens.cli import main
 from sparselens.evaluation.attention_maps import _tokens, attention_rows, look
 from sparselens.reporting import payload
 from sparselens.runs.run import write_json
-from sparselens.tasks.words import Words
+from sparselens.tasks.registry import Words
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from sparselens import tasks
 from sparselens.data.batches import separator_id
 from sparselens.tasks import Pair, Task, register_task
 from sparselens.tasks.prompts import Prompts, Read, Rejected, build, collate, tokenize
-from sparselens.tasks.words import Words
+from sparselens.tasks.registry import Words
 
 
 def character_tokenizer(

@@ -17,7 +17,7 @@ from sparselens.config import Gate, Sparsify, Training
 from sparselens.evaluation.side_by_side import evaluate
 from sparselens.models.loading import add_gates, gate_biases, is_gated
 from sparselens.runs.run import Metrics, Run
-from sparselens.training import compilation as speed, engine, loop as training
+from sparselens.training import copies, engine, loop as training
 from sparselens.training.copies import start_within_reach, trainable
 from sparselens.training.measure import measure
 from sparselens.training.sparsify import _target, overridden
@@ -130,10 +130,10 @@ def test_compiled_blocks_follow_the_plain_ones(base, tmp_path, options, monkeypa
 def test_padded_heads_follow_the_plain_ones(base, tmp_path, options, monkeypatch):
     """As on a GPU, for a vocabulary that is not a multiple; and plain heads again afterwards."""
     plain, _ = sparsify(base, tmp_path / "plain", steps=4, **options)
-    whole, heads = speed.pad_head, []
-    monkeypatch.setattr(speed, "HEAD_MULTIPLE", 48)
-    monkeypatch.setattr(speed, "pad_head", lambda model: heads.append(whole(model)) or heads[-1])
-    monkeypatch.setattr(training, "faster", lambda models, settings, device: speed.faster(models, settings, "cuda"))
+    whole, heads = copies.pad_head, []
+    monkeypatch.setattr(copies, "HEAD_MULTIPLE", 48)
+    monkeypatch.setattr(copies, "pad_head", lambda model: heads.append(whole(model)) or heads[-1])
+    monkeypatch.setattr(training, "faster", lambda models, settings, device: copies.faster(models, settings, "cuda"))
     padded, _ = sparsify(base, tmp_path / "padded", steps=4, **options)
     assert len(heads) == (1 if "loss" not in options else 2) and None not in heads
     assert all("forward" not in vars(head) for head in heads)
@@ -147,7 +147,7 @@ def test_padded_heads_follow_the_plain_ones(base, tmp_path, options, monkeypatch
 def test_a_gpu_follows_the_cpu(base, tmp_path, optimizer, compile, monkeypatch):
     """With all that is only switched on there: fused kernel and losses, padded heads, compiled blocks."""
     options = QUICK | dict(steps=4, optimizer=optimizer, loss="kl", precision="fp32")
-    monkeypatch.setattr(speed, "HEAD_MULTIPLE", 48)
+    monkeypatch.setattr(copies, "HEAD_MULTIPLE", 48)
     fast, _ = sparsify(base, tmp_path / "gpu", **options, compile=compile)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     slow, _ = sparsify(base, tmp_path / "cpu", **options)

@@ -6,8 +6,8 @@ from tiny_models import CONFIGS, tiny_model
 
 from sparselens.config import Gate, Training
 from sparselens.models.loading import add_gates
-from sparselens.training.compilation import HEAD_MULTIPLE, pad_head
-from sparselens.training.optimizers import Together, learning_rate, make_optimizer
+from sparselens.training.copies import HEAD_MULTIPLE, pad_head
+from sparselens.training.engine import Together, learning_rate, make_optimizer
 
 
 def optimizer_of(model, **settings):

@@ -9,10 +9,9 @@ from tiny_models import CONFIGS, VOCABULARY
 
 from sparselens.cli import main
 from sparselens.config import Gate, Sparsify, Training
-from sparselens.models.memory import PeakMemory
 from sparselens.training import plan as planning
 from sparselens.training.copies import count_parameters, shallow, shallow_trainable
-from sparselens.training.dry_run import _loss, count_step, time_step
+from sparselens.training.dry_run import PeakMemory, _loss, count_step, time_step
 from sparselens.training.plan import COMPILING, DISK_BYTES, GPU_START, Job, plan
 from sparselens.training.sparsify import disk
 

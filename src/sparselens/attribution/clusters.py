@@ -11,24 +11,40 @@ So it asks where a node stands and what it does:
 4. Every target is a cluster of its own, named by its token: sums never mix two logits.
 5. Layers: the shortest range that holds 90 % of the influence of the cluster's features.
 
-The result of 1 and 2 is a small table of rules (cluster_rules.py), which can be written, edited and read back. A
-cluster edge is the sum of all stored edges from nodes of one cluster to nodes of another, so weights and head shares
+The result of 1 and 2 is a small table of rules (clusters.json), which can be written, edited and read back. A rule
+looks at where a node stands and what it does, never at a feature's number, so it holds for any transcoder:
+
+    {"say small": {"positions": [8], "pushes": true}, "large": {"positions": [5], "layers": [0, 3]},
+     "quotes": {"positions": [4, 6, 8]}, "mine": ["3_1021_5", "2_error_mlp_5"]}
+
+positions, layers (lowest, highest), kinds (feature, error, token, position) and pushes (features that act on the
+targets mostly by themselves) must all fit. A list names single nodes, of one transcoder and one prompt.
+
+A cluster edge is the sum of all stored edges from nodes of one cluster to nodes of another, so weights and head shares
 add up exactly.
 """
 
-from collections.abc import Mapping, Sequence
+import unicodedata
+from collections import Counter
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .cluster_rules import check_rules, free_name, label_of, mark_of, node_name, rules_of
-from .graph import BIAS, FEATURE, KINDS, LOGIT, Graph
+from ..runs.run import read_json, reading
+from .graph import BIAS, FEATURE, KINDS, LOGIT, Graph, node_name
 from .head_shares import Carried, carry, nothing
+from .rows import Rule, Rules
 
 PUSHES = 0.5  # share of a feature's influence that is its own edge to a target
 LAYER_SHARE = 0.9
+QUOTES = frozenset("\"'`“”‘’„‚«»‹›″′")
+BRACKETS = frozenset("()[]{}<>⟨⟩（）［］｛｝「」『』【】")
+RULE_KEYS = {"positions", "layers", "kinds", "pushes"}
+_EXAMPLE = '{"large": {"positions": [5], "layers": [0, 3]}, "mine": ["3_1021_5", "2_error_mlp_5"]}'
 
 
 @dataclass
@@ -60,10 +76,115 @@ class ClusterEdge:
         return list(zip(self.sources.tolist(), self.targets.tolist(), strict=True))
 
 
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def mark_of(token: str) -> str | None:
+    """The common name of marks: quotes, brackets, whitespace, or the punctuation itself; None for words."""
+    mark = token.strip()
+    if not mark:
+        return "whitespace"
+    if any(c.isalnum() for c in mark):
+        return None
+    if any(c in QUOTES for c in mark):
+        return "quotes"
+    if any(c in BRACKETS for c in mark):
+        return "brackets"
+    return mark if all(unicodedata.category(c).startswith("P") for c in mark) else None
+
+
+def name_positions(tokens: Sequence[str]) -> list[str]:
+    """The cluster of every position. Depends on the prompt alone."""
+    marks = [mark_of(token) for token in tokens]
+    words = [_printable(token.strip()) for token in tokens]
+    count = Counter(word for word, mark in zip(words, marks, strict=True) if mark is None)
+    taken = {mark for mark in marks if mark is not None}
+    return [
+        _printable(mark) if mark is not None else word if count[word] == 1 and word not in taken else f"{word} @{i}"
+        for i, (word, mark) in enumerate(zip(words, marks, strict=True))
+    ]
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+def rules_of(graph: Graph) -> dict[str, Rule | list[str]]:
+    """The automatic rules of a graph, as clusters.json has them: the first rule that fits a node takes it."""
+    names = name_positions(graph.tokens)
+    answer = int(graph.position[-1])
+    say: Rule = {"positions": [answer], "pushes": True}
+    words: dict[str, Rule] = {}
+    for position, name in enumerate(names):
+        words.setdefault(name, {"positions": []})["positions"].append(position)
+    return {free_name(f"say {label_of(graph, 0)}", names): say, **words}
+
+
+def label_of(graph: Graph, target: int) -> str:
+    """What a target is called."""
+    return _printable(str(graph.targets[target]["label"]).strip()) or repr(graph.targets[target]["label"])
+
+
+def free_name(name: str, taken: Container[str]) -> str:
+    """The name, or one like it that is not taken."""
+    while name in taken:
+        name += " (output)"
+    return name
+
+
+def read_rules(path: str | Path) -> Rules:
+    """Rules from a clusters.json; ValueError for anything that is not a name -> ids or rule table."""
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"no file {path}: expected clusters as JSON, name -> list of node ids or rule")
+    try:
+        rules: Rules = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error.__cause__}") from None
+    with reading(path):
+        check_rules(rules, str(path))
+    return rules
+
+
+def check_rules(rules: Any, where: str = "clusters") -> None:
+    """ValueError for rules that no graph could follow."""
+    if not isinstance(rules, dict) or not rules:
+        raise ValueError(f"{where}: expected an object, name -> list of node ids or rule, such as {_EXAMPLE}")
+    for name, rule in rules.items():
+        problem = _wrong_ids(name, rule) if isinstance(rule, list) else _wrong_rule(name, rule)
+        if problem:
+            raise ValueError(f"{where}: {problem}")
+
+
+def _wrong_ids(name: str, nodes: list[Any]) -> str | None:
+    wrong = [node for node in nodes if not isinstance(node, str)]
+    listed = f"{name!r} lists {wrong[:3] or 'nothing'}; expected node ids: {_EXAMPLE}"
+    return listed if wrong or not nodes else None
+
+
+def _wrong_rule(name: str, rule: Any) -> str | None:
+    if not isinstance(rule, dict) or not rule or not set(rule) <= RULE_KEYS:
+        return f"{name!r} is {rule!r}; expected node ids, or some of {sorted(RULE_KEYS)}"
+    for key in ("positions", "layers"):
+        value = rule.get(key, [0, 0])
+        whole = isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+        if not whole or (key == "layers" and len(value) != 2):
+            return f"{key} of {name!r} is {value!r}; expected whole numbers (layers: two)"
+    kinds = rule.get("kinds", [])
+    if not isinstance(kinds, list) or not set(kinds) <= set(KINDS[:BIAS]):
+        return f"kinds of {name!r} is {kinds!r}; expected some of {list(KINDS[:BIAS])}"
+    if not isinstance(rule.get("pushes", True), bool):
+        return f"pushes of {name!r} is {rule['pushes']!r}; expected true or false"
+    return None
+
+
 # ---- clusters --------------------------------------------------------------------------------------------------------
 
 
-def find_clusters(graph: Graph, rules: Mapping[str, Any] | None = None, share: float = LAYER_SHARE) -> list[Cluster]:
+def find_clusters(graph: Graph, rules: Rules | None = None, share: float = LAYER_SHARE) -> list[Cluster]:
     """The clusters of a graph, in the order of the prompt, outputs last; by its own rules unless others are given.
 
     Node ids are taken first, then rules in their order, from the nodes that pruning kept. Rules that fit nothing give
@@ -92,7 +213,7 @@ def find_clusters(graph: Graph, rules: Mapping[str, Any] | None = None, share: f
     return found
 
 
-def _kind(graph: Graph, rule: Any, nodes: list[int]) -> str:
+def _kind(graph: Graph, rule: Rule | list[str], nodes: list[int]) -> str:
     if bool((graph.kind[nodes] == LOGIT).all()):
         return "output"
     if isinstance(rule, dict) and rule.get("pushes"):
@@ -103,7 +224,7 @@ def _kind(graph: Graph, rule: Any, nodes: list[int]) -> str:
     return "chosen"
 
 
-def _members(graph: Graph, rules: Mapping[str, Any]) -> Tensor:
+def _members(graph: Graph, rules: Rules) -> Tensor:
     """[n] number of the cluster that lists a node by id, -1: none."""
     member = torch.full((graph.n_nodes,), -1)
     if not any(isinstance(rule, list) for rule in rules.values()):
@@ -132,7 +253,7 @@ def _nearby(graph: Graph, node: str) -> str:
     return f'. {ids}. For several models use rules, such as {{"positions": [5]}}'
 
 
-def _fits(graph: Graph, name: str, rule: Mapping[str, Any], pushes: Tensor) -> Tensor:
+def _fits(graph: Graph, name: str, rule: Rule, pushes: Tensor) -> Tensor:
     fits = torch.ones(graph.n_nodes, dtype=torch.bool)
     if "positions" in rule:
         wrong = [p for p in rule["positions"] if not 0 <= p < len(graph.tokens)]

@@ -57,7 +57,7 @@ class Graph:
     targets: list[TargetRow]  # one per logit node
     n_layers: int
     n_heads: int
-    settings: dict[str, Any]  # how it was traced; cross_layer, input_hook, gated, budget, ...
+    settings: dict[str, str | float]  # how it was traced; cross_layer, input_hook, gated, budget, ...
     # nodes, in the order of KINDS
     kind: Tensor  # [n] int8, index into KINDS
     layer: Tensor  # [n] int32
@@ -284,3 +284,20 @@ def _largest(scores: Tensor, share: float) -> Tensor:
     mask = torch.zeros(len(scores), dtype=torch.bool)
     mask[order[wanted]] = True
     return mask
+
+
+def node_name(graph: Graph, node: int) -> str:
+    """A node's name that survives a new trace; also its id in exported graphs. Names of different nodes differ."""
+    n = graph.node(node)
+    if n.kind == "feature":
+        return f"{n.layer}_{n.index}_{n.position}"
+    if n.kind == "error":
+        return f"{n.layer}_error_mlp_{n.position}"
+    if n.kind in ("token", "position"):
+        return f"{'E' if n.kind == 'token' else 'P'}_{n.index}_{n.position}"
+    if n.kind == "bias":
+        return f"{n.layer}_bias{n.index}"
+    first = graph.n_nodes - len(graph.targets)
+    # Differences and directions have no vocabulary id, and a token may be asked about twice.
+    plain = n.index >= 0 and n.index not in graph.index[first:node].tolist()
+    return f"{graph.n_layers + 1}_{n.index if plain else f'target{node - first}'}_{n.position}"

@@ -1,7 +1,8 @@
 """From a model and a transcoder in memory to the attribution graph of a prompt (trace.py is the verb around it).
 
 1. Freeze the model on the prompt (linear_model.py) and replace its MLPs by features and errors (sources.py).
-2. Targets: the likeliest next tokens, a named token, a difference of two, or any direction (targets.py).
+2. Targets: the likeliest next tokens, a named token, a difference of two, or any direction; each a reading of the
+   residual stream's end.
 3. Rows of the targets: every source's exact share.
 4. Grow: the feature through which most influence flows and which has no row yet gets one, in batches, up to the budget.
 5. Prune to the nodes and edges that hold most of the influence.
@@ -10,7 +11,7 @@
 import copy
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +19,12 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..models.architectures import base_model, dimensions
-from ..tasks.words import Words
+from ..tasks.registry import Words
 from ..transcoders.transcoder import Transcoder
 from .graph import BIAS, KINDS, LOGIT, Graph
 from .linear_model import TOLERANCE, Frozen, exact
 from .rows import TargetRow
 from .sources import Replacement
-from .targets import choose_targets, text_of
 
 ROUNDS = 24  # influence is computed anew about this many times while the graph grows
 
@@ -91,6 +91,78 @@ def _freeze(model: nn.Module, ids: Tensor) -> Frozen:
     return frozen
 
 
+# ---- targets ---------------------------------------------------------------------------------------------------------
+
+
+class Target(NamedTuple):
+    """One thing to explain, and how the normed end of the residual stream is read for it."""
+
+    row: TargetRow
+    direction: Tensor  # [d_model]
+    constant: Tensor  # []
+
+
+def choose_targets(
+    frozen: Frozen, tokenizer: PreTrainedTokenizerBase, target: Any, mass: float = 0.95, most: int = 10, at: int = -1
+) -> list[Target]:
+    """What to explain at a position, weights summing to 1; `target` as `sl.trace` takes it."""
+    probability = frozen.logits(capped=True, at=at).softmax(-1)
+    if isinstance(target, Tensor):
+        if target.shape != (frozen.dims.d_model,):
+            raise ValueError(f"a direction must have shape [{frozen.dims.d_model}]; got {list(target.shape)}")
+        direction = target.to(frozen.final)
+        return [_target("direction", None, None, 1.0, direction, direction.new_zeros(()))]
+    weight = frozen.unembed_weight
+    bias = weight.new_zeros(weight.shape[1]) if frozen.unembed_bias is None else frozen.unembed_bias
+    if isinstance(target, str) and " - " in target:
+        target = tuple(target.split(" - ", 1))
+    if isinstance(target, tuple):
+        if len(target) != 2:
+            raise ValueError(f"target={target!r}: a difference takes two tokens, ('small', 'large')")
+        plus, minus = (_token(tokenizer, t, weight.shape[1]) for t in target)
+        direction = weight[:, plus] - weight[:, minus]
+        label = f"{text_of(tokenizer, [plus])} - {text_of(tokenizer, [minus])}"
+        return [_target(label, None, None, 1.0, direction, bias[plus] - bias[minus])]
+    if target is None:
+        ranked, order = probability.sort(descending=True)
+        enough = int((ranked.cumsum(0) < mass).sum()) + 1
+        tokens = order[: min(enough, most)].tolist()
+    else:
+        tokens = [_token(tokenizer, t, weight.shape[1]) for t in (target if isinstance(target, list) else [target])]
+    total = float(probability[tokens].sum()) or 1.0
+    mean, mean_bias = weight.mean(1), bias.mean()
+    return [
+        _target(text_of(tokenizer, [t]), t, p, p / total, weight[:, t] - mean, bias[t] - mean_bias)
+        for t, p in zip(tokens, probability[tokens].tolist(), strict=True)
+    ]
+
+
+def _target(
+    label: str, token: int | None, probability: float | None, weight: float, direction: Tensor, constant: Tensor
+) -> Target:
+    return Target({"label": label, "token": token, "probability": probability, "weight": weight}, direction, constant)
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """Tokens as text."""
+    return str(tokenizer.decode(ids))
+
+
+def _token(tokenizer: PreTrainedTokenizerBase, text: str | int, vocabulary: int) -> int:
+    if isinstance(text, int):
+        if not 0 <= text < vocabulary:
+            raise ValueError(f"target token {text}: the vocabulary has {vocabulary} tokens")
+        return text
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1:
+        pieces = [text_of(tokenizer, [i]) for i in ids]
+        raise ValueError(
+            f"target {text!r} is {len(ids)} tokens, {pieces}: name a single one "
+            "(with its leading space, if it has one), or give its id"
+        )
+    return int(ids[0])
+
+
 # ---- growth ----------------------------------------------------------------------------------------------------------
 
 
@@ -98,13 +170,9 @@ class _Growing:
     """A graph whose rows are computed one after the other: the largest edges of each, exact sums of the others."""
 
     def __init__(
-        self,
-        replacement: Replacement,
-        targets: list[TargetRow],
-        prompt: str,
-        tokenizer: PreTrainedTokenizerBase,
+        self, replacement: Replacement, targets: list[TargetRow], prompt: str, tokenizer: PreTrainedTokenizerBase,
         most: int,
-    ):
+    ):  # fmt: skip
         self.replacement, self.targets, self.prompt, self.most = replacement, targets, prompt, most
         self.tokens = [text_of(tokenizer, [i]) for i in replacement.frozen.ids.tolist()]
         self.n_free = replacement.columns[BIAS].start  # columns before the biases
@@ -179,14 +247,17 @@ class _Growing:
             "index": torch.tensor([-1 if t["token"] is None else t["token"] for t in self.targets]),
             "value": edges["row_value"][:tail],
         }  # fmt: skip
-        columns: dict[str, Any] = {n: torch.cat([nodes[n], logits[n].to(nodes[n])]) for n in nodes} | edges
-        settings = {
+        columns = {n: torch.cat([nodes[n], logits[n].to(nodes[n])]) for n in nodes} | edges
+        settings: dict[str, str | float] = {
             "cross_layer": transcoder.cross_layer, "input_hook": transcoder.input_hook,
             "gated": frozen.decoder.gates is not None, "dtype": str(frozen.final.dtype).removeprefix("torch."),
             "n_active": len(self.replacement.layer), "n_features": transcoder.n_features, "self_check": frozen.check,
         }  # fmt: skip
-        words, sizes = (self.prompt, self.tokens, self.targets), (frozen.dims.n_layers, frozen.dims.n_heads)
-        return Graph(*words, *sizes, settings, **columns, live=self.replacement)
+        n_layers, n_heads = frozen.dims.n_layers, frozen.dims.n_heads
+        return Graph(
+            self.prompt, self.tokens, self.targets, n_layers, n_heads, settings, **columns, live=self.replacement,
+            rows=None,
+        )  # fmt: skip
 
     def _edge_columns(self) -> dict[str, Tensor]:
         lengths = torch.cat(self.lengths)

@@ -13,9 +13,10 @@ edges alone. The prediction is linear in feature changes and exact for gates and
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +43,13 @@ class Outcome:
     @property
     def change(self) -> dict[int, float]:
         return dict(zip(self.nodes, (self.after - self.before).tolist(), strict=True))
+
+
+class Change(TypedDict, total=False):  # what `intervene` changes
+    scale: Mapping[int, float]
+    set: Mapping[int | Feature, float]
+    close: Sequence[Link]
+    ablate: Sequence[str]
 
 
 class Check(ChangeRow):  # what scaling sources does to a weighted sum of targets
@@ -231,17 +239,15 @@ def _respond(r: Replacement, edit: Edit, layer: int, x: Tensor, written: Tensor,
 # ---- predicted against measured ----
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "predicted_direct": {"frozen": True, "respond": False},
-    "measured_direct": {"hold_mlps": True},
-    "predicted": {"frozen": True},
-    "measured": {},
+WAYS: dict[str, Callable[..., Outcome]] = {
+    "predicted_direct": partial(intervene, frozen=True, respond=False),
+    "measured_direct": partial(intervene, hold_mlps=True),
+    "predicted": partial(intervene, frozen=True),
+    "measured": intervene,
 }
 
 
-def check_changes(
-    graph: Graph, changes: Sequence[dict[str, Any]], watch: Sequence[Mapping[int, float]]
-) -> list[ChangeRow]:
+def check_changes(graph: Graph, changes: Sequence[Change], watch: Sequence[Mapping[int, float]]) -> list[ChangeRow]:
     """Per change (arguments of `intervene`) and weighted sum of targets: value before, predicted and measured change.
 
     predicted_direct and measured_direct: the same without detours through other features, which is what edges alone
@@ -253,7 +259,7 @@ def check_changes(
         nodes = sorted(targets)
         name = repr((sorted((k, repr(v)) for k, v in change.items()), nodes))
         if name not in seen:
-            seen[name] = {label: intervene(graph, **change, **how, watch=nodes) for label, how in WAYS.items()}
+            seen[name] = {label: way(graph, **change, watch=nodes) for label, way in WAYS.items()}
         weight = torch.tensor([float(targets[n]) for n in nodes], dtype=torch.float64)
         before = float(weight @ seen[name]["measured"].before.double().cpu())
         sums = {label: float(weight @ (o.after - o.before).double().cpu()) for label, o in seen[name].items()}
@@ -269,7 +275,7 @@ def check_edges(
     An edge is ([source], [target]); a cluster edge lists all sources and all targets.
     """
     targets = [dict(t) if isinstance(t, Mapping) else {int(n): 1.0 for n in t} for _, t in pairs]
-    changes = [{"scale": {int(s): factor for s in sources}} for sources, _ in pairs]
+    changes: list[Change] = [{"scale": {int(s): factor for s in sources}} for sources, _ in pairs]
     rows = check_changes(graph, changes, targets)
     return [
         {"sources": [int(s) for s in sources], "targets": sorted(t), **row}

@@ -13,16 +13,15 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from .. import __version__
 from ..runs.run import write_json
-from .cluster_rules import node_name
 from .clusters import Cluster
-from .graph import Graph, Node
+from .graph import Graph, Node, node_name
 from .head_shares import carry_heads
+from .rows import HeadShare
 
 FEATURE_TYPES = {
     "feature": "cross layer transcoder", "error": "mlp reconstruction error", "token": "embedding",
@@ -37,7 +36,7 @@ def pairing(layer: int, feature: int) -> int:
 
 def graph_json(
     graph: Graph, clusters: Sequence[Cluster] = (), *, slug: str = "graph", scan: str = "model", heads: bool = True
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """A graph by Neuronpedia's schema. slug: its name; scan: the model's. heads: name the carriers of every link."""
     kept = graph.node_kept.nonzero().flatten().tolist()
     names = {i: node_name(graph, i) for i in kept}
@@ -61,7 +60,7 @@ def graph_json(
     }  # fmt: skip
 
 
-def _needed(shares: torch.Tensor, share: float = 0.8) -> list[list[dict[str, Any]]]:
+def _needed(shares: torch.Tensor, share: float = 0.8) -> list[list[HeadShare]]:
     """`Carried.heads_for` of many edges at once, from shares [n, n_layers, n_heads]."""
     n_heads = shares.shape[-1]
     flat = shares.flatten(1).double()
@@ -76,7 +75,7 @@ def _needed(shares: torch.Tensor, share: float = 0.8) -> list[list[dict[str, Any
     ]
 
 
-def metadata(graph: Graph, slug: str, scan: str) -> dict[str, Any]:
+def metadata(graph: Graph, slug: str, scan: str) -> dict[str, object]:
     """The part of a graph that a list of graphs shows."""
     nodes, edges = graph.settings.get("nodes", 0.8), graph.settings.get("edges", 0.98)
     return {
@@ -88,13 +87,13 @@ def metadata(graph: Graph, slug: str, scan: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _node(graph: Graph, node: Node, name: str, cumulative: float) -> dict[str, Any]:
+def _node(graph: Graph, node: Node, name: str, cumulative: float) -> dict[str, object]:
     layer = {"token": "E", "position": "E", "logit": str(graph.n_layers + 1)}.get(node.kind, str(node.layer))
     numbers = {"feature": pairing(node.layer, node.index), "error": -1, "logit": node.index}
     feature = numbers.get(node.kind, node.position)
     token = graph.tokens[node.position]
     said = {"token": f'Emb: "{token}"', "position": f"Position {node.position}", "error": f'Err: mlp "{token}"'}
-    row: dict[str, Any] = {
+    row: dict[str, object] = {
         "node_id": name, "feature": feature, "layer": layer, "ctx_idx": node.position,
         "feature_type": FEATURE_TYPES[node.kind], "jsNodeId": "-".join(name.rsplit("_", 1)),
         "clerp": said.get(node.kind, ""),

@@ -12,7 +12,7 @@ Where logits are capped (Gemma 2) the terms sum to the logit before the cap; mar
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -145,7 +145,7 @@ def _largest_terms(look: Look, top: int) -> None:
         look.certain = bool(abs(look.terms[-1]["term"]) >= bound)
 
 
-def measure_look(graph: Graph, look: Look, nodes: Sequence[int]) -> dict[str, Any]:
+def measure_look(graph: Graph, look: Look, nodes: Sequence[int]) -> dict[str, float]:
     """Predicted and measured margin (dense: logit before a cap) of a look when sources are removed from the real model.
 
     Predicted: their terms left out. Measured: the model run again without what they write (interventions.py).
@@ -157,7 +157,7 @@ def measure_look(graph: Graph, look: Look, nodes: Sequence[int]) -> dict[str, An
     before = look.logit if look.margin is None else look.margin
     after = float(logit) if look.margin is None else look._to_margin(logit)
     predicted = look.without(nodes)
-    result: dict[str, Any] = {"before": before, "predicted": predicted, "measured": after}
+    result = {"before": before, "predicted": predicted, "measured": after}
     if look.margin is not None:
         result |= {"open_before": before > 0, "open_predicted": predicted > 0, "open_measured": after > 0}
     return result

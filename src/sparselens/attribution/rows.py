@@ -1,6 +1,9 @@
-"""trace.json, key by key: what `trace` writes, figure 4 draws and the report shows. No torch."""
+"""trace.json and clusters.json, key by key: what `trace` writes, figure 4 draws and the report shows. No torch."""
 
-from typing import Any, NotRequired, TypedDict
+from collections.abc import Mapping
+from typing import NotRequired, TypedDict
+
+from ..runs.rows import Provenance
 
 
 class TargetRow(TypedDict):  # one thing that is explained
@@ -132,6 +135,16 @@ class SinglesRow(TypedDict):  # the strongest edges between single nodes, and ho
     agreement_direct: Agreement
 
 
+class Rule(TypedDict, total=False):  # who belongs to a cluster: all that is said must fit
+    positions: list[int]
+    layers: list[int]  # lowest, highest
+    kinds: list[str]
+    pushes: bool
+
+
+Rules = Mapping[str, Rule | list[str]]  # clusters.json: name -> rule, or names of nodes
+
+
 class ModelRows(TypedDict):  # one prompt in one model
     model: str
     gated: bool
@@ -144,7 +157,7 @@ class ModelRows(TypedDict):  # one prompt in one model
     scores: dict[str, float]  # replacement, completeness
     n_nodes: int
     n_edges: int
-    settings: dict[str, Any]
+    settings: dict[str, str | float]
     clusters: list[ClusterRow]
     edges: list[EdgeRow]
     n_cluster_edges: int
@@ -156,5 +169,5 @@ class ModelRows(TypedDict):  # one prompt in one model
 
 
 class TraceRows(ModelRows):  # trace.json
-    provenance: dict[str, Any]
+    provenance: Provenance
     against: NotRequired[ModelRows]  # the second model

@@ -2,8 +2,12 @@
 
 1. Everything that can be wrong is checked, and both transcoders are read, before any model is loaded.
 2. Each model's attribution graph (growth.py). Both explain the same tokens and the same target: the first model's.
-3. Where files, rows or words were asked for: clusters, who carries the edges between them, and interventions
-   (summary.py). The second model's rows are those of the same edge.
+3. Where files, rows or words were asked for: everything that figure 4 and the report show, as one JSON object
+   (docs/tracing.md lists its keys). The second model's rows are those of the same edge.
+   - clusters and the edges between them, those through which most influence passes first
+   - per edge: exact head shares, and what happens when the source cluster is removed, predicted and measured
+   - the main edge: attention maps of the heads that carry 80 % of it, why they look there, the gates closed for real
+   - single features: the strongest edges, predicted against measured
 4. Files are written when all of that has worked: all of them or none.
 """
 
@@ -20,16 +24,33 @@ from ..config import Trace
 from ..models.loading import Source, name_of, resolve
 from ..runs.run import Run, check_folder, check_writable, provenance, write_json
 from ..transcoders.transcoder import Transcoder
-from .cluster_rules import read_rules, rules_of
-from .clusters import Cluster, find_clusters
-from .graph import Graph
+from .clusters import (
+    Cluster,
+    ClusterEdge,
+    balance,
+    carry_clusters,
+    choose_edge,
+    cluster_edges,
+    find_clusters,
+    read_rules,
+    rules_of,
+)  # fmt: skip
+from .graph import LOGIT, Graph, node_name
 from .growth import attribution_graph, prompt_ids
+from .head_shares import Carried
+from .interventions import Change, EdgeCheck, agreement, check_changes, check_top
 from .neuronpedia import write_graph
-from .rows import ModelRows, TraceRows
-from .summary import summarise, tell
+from .qk_terms import explain_look
+from .rows import ChangeRow, ClusterRow, EdgeRow, LookRow, MainRow, MapRow, ModelRows, Rules, SinglesRow, TraceRows
 
+FEATURES_LISTED = 8  # per cluster
+LOOKS = 3  # heads of the main edge whose logit is taken apart
+TERMS = 12
+EDGES_TOLD = CLUSTERS_TOLD = 12
+FAINT = 0.005  # attention weights below this are not kept for maps
 Prompt = str | Sequence[int] | Tensor
 Features = str | Path | Run | Transcoder
+Grow = Callable[..., Graph]  # `attribution_graph`, its settings chosen
 Verb = TypeVar("Verb", bound=Callable[..., Graph])
 
 
@@ -49,7 +70,7 @@ def _or_two_arguments(verb: Verb) -> Verb:
 def trace(
     source: Source, transcoder: Features, prompt: Prompt, target: Any = None, *, settings: Trace | None = None,
     against: tuple[Source, Features] | None = None, names: Sequence[str] = (),
-    clusters: str | Path | Mapping[str, Any] | None = None, edge: str | None = None,
+    clusters: str | Path | Rules | None = None, edge: str | None = None,
     out: str | Path | None = None, json: str | Path | None = None, mass: float = 0.95, most_targets: int = 10,
     edges_per_row: int = 4096, show_progress: bool = False, say: Callable[[str], None] | None = None,
     **overrides: Any,
@@ -78,14 +99,15 @@ def trace(
     rules = read_rules(clusters) if isinstance(clusters, str | Path) else clusters
     # Both transcoders before any model: a missing file should not cost the loading of a model.
     models = [(source, _coder(transcoder)), *([] if against is None else [(against[0], _coder(against[1]))])]
-    growth = {name: getattr(settings, name) for name in ("position", "budget", "nodes", "edges", "memory_mb")} | {
-        "mass": mass, "most_targets": 1 if summed_up else most_targets, "edges_per_row": edges_per_row,
-        "show_progress": show_progress,
-    }  # fmt: skip
+    grow = functools.partial(
+        attribution_graph, position=settings.position, budget=settings.budget, nodes=settings.nodes,
+        edges=settings.edges, memory_mb=settings.memory_mb, mass=mass, most_targets=1 if summed_up else most_targets,
+        edges_per_row=edges_per_row, show_progress=show_progress,
+    )  # fmt: skip
     if not summed_up:
-        return _graph(*models[0], prompt, target, growth)
+        return _graph(*models[0], prompt, target, grow)
     called = [*names[: len(models)], *(name_of(model) for model, _ in models[len(names) :])]
-    parts = _sum_up(models, called, prompt, target, growth, settings, rules, edge, say or (lambda text: None))
+    parts = _sum_up(models, called, prompt, target, grow, settings, rules, edge, say or (lambda text: None))
     rows = cast(TraceRows, {**parts[0].rows, "provenance": provenance()})
     if against is not None:
         rows["against"] = parts[1].rows
@@ -126,7 +148,7 @@ def _coder(transcoder: Features) -> Transcoder:
 
 
 def _graph(
-    source: Source, coder: Transcoder, prompt: Prompt, target: Any, growth: dict[str, Any], beside: Graph | None = None
+    source: Source, coder: Transcoder, prompt: Prompt, target: Any, grow: Grow, beside: Graph | None = None
 ) -> Graph:
     model, tokenizer = resolve(source)
     if tokenizer is None:
@@ -135,7 +157,7 @@ def _graph(
     if beside is not None and beside.replacement().frozen.ids.tolist() != ids:
         raise ValueError("the second model reads the prompt as other tokens than the first; compare related models")
     coder = coder.to(next(model.parameters()).device)
-    return attribution_graph(model, tokenizer, coder, prompt, target, **growth)
+    return grow(model, tokenizer, coder, prompt, target)
 
 
 class _Part(NamedTuple):  # what one of the models gives
@@ -147,13 +169,13 @@ class _Part(NamedTuple):  # what one of the models gives
 
 def _sum_up(
     models: Sequence[tuple[Source, Transcoder]], names: Sequence[str], prompt: Prompt, target: Any,
-    growth: dict[str, Any], settings: Trace, rules: Mapping[str, Any] | None, edge: str | None,
+    grow: Grow, settings: Trace, rules: Rules | None, edge: str | None,
     say: Callable[[str], None],
 ) -> list[_Part]:  # fmt: skip
     """Graph and rows of each model; what was left open (target, edge) is the first one's choice."""
     parts: list[_Part] = []
     for (source, coder), name in zip(models, names, strict=True):
-        graph = _graph(source, coder, prompt, target, growth, beside=parts[0].graph if parts else None)
+        graph = _graph(source, coder, prompt, target, grow, beside=parts[0].graph if parts else None)
         if names.count(name) > 1:  # a Run is often called like the model it began with
             name = f"{name}, {'sparse' if graph.settings['gated'] else 'dense'}"
         clusters = find_clusters(graph, rules, settings.layer_share)
@@ -165,8 +187,175 @@ def _sum_up(
     return parts
 
 
-def _write(part: _Part, rules: Mapping[str, Any] | None, settings: Trace, folder: Path) -> None:
+def _write(part: _Part, rules: Rules | None, settings: Trace, folder: Path) -> None:
     part.graph.save(folder)
     write_json(folder / "clusters.json", rules or rules_of(part.graph))
     slug = f"{part.name} {part.graph.prompt}"
     write_graph(part.graph, part.clusters, folder, slug=slug, scan=part.name or "model", heads=settings.heads)
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def summarise(
+    graph: Graph, clusters: Sequence[Cluster], settings: Trace, *, model: str = "", edge: str | None = None,
+    strict: bool = True,
+) -> ModelRows:  # fmt: skip
+    """All rows of a traced prompt. Needs a live graph.
+
+    edge: "source->target", the one to look at closely; strict: whether it must exist (see clusters.choose_edge).
+    """
+    every = cluster_edges(graph, clusters)
+    main = choose_edge(clusters, every, edge, strict)
+    edges = every[: settings.cluster_edges]
+    if main not in edges:
+        edges = [*edges[: settings.cluster_edges - 1], main]
+    carried = carry_clusters(graph, edges, settings.links)
+    changes = _removals(graph, clusters, edges)
+    rows = [_edge(clusters, *parts) for parts in zip(edges, carried, changes, strict=True)]
+    number = edges.index(main)
+    singles = check_top(graph, settings.checks) if settings.checks else []
+    return {
+        "model": model, "gated": bool(graph.settings["gated"]), "prompt": graph.prompt, "tokens": graph.tokens,
+        "n_layers": graph.n_layers, "n_heads": graph.n_heads,
+        "target": [{**t, "position": int(graph.position[-1])} for t in graph.targets],
+        "completeness_error": graph.completeness_error, "scores": graph.scores(),
+        "n_nodes": int(graph.node_kept.sum()), "n_edges": int(graph.edge_kept.sum()), "settings": graph.settings,
+        "clusters": [_cluster(graph, c, sums) for c, sums in zip(clusters, balance(graph, clusters), strict=True)],
+        "edges": rows, "n_cluster_edges": len(every),
+        "main": _main(graph, clusters, main, carried[number], rows[number]), "looks": looks(graph, carried[number]),
+        "agreement": agreement(rows), "agreement_direct": agreement(rows, "predicted_direct", "measured_direct"),
+        "interventions": _interventions(graph, singles),
+    }  # fmt: skip
+
+
+def _edge(clusters: Sequence[Cluster], edge: ClusterEdge, carried: Carried, change: ChangeRow) -> EdgeRow:
+    row, source, target = carried.as_row(), clusters[edge.source].name, clusters[edge.target].name
+    n = len(row["heads_for_80"])
+    return {"source": source, "target": target, "flow": edge.flow, **row, "n_heads_for_80": n, **change}
+
+
+def _removals(graph: Graph, clusters: Sequence[Cluster], edges: Sequence[ClusterEdge]) -> list[ChangeRow]:
+    """What removing the source cluster does to the targets of each edge. One set of runs per source cluster."""
+    read = [set(edge.targets.tolist()) for edge in edges]
+    watched = sorted(set().union(*read)) if read else []
+    sources = [[n for n in clusters[e.source].nodes if int(graph.kind[n]) != LOGIT] for e in edges]
+    changes: list[Change] = [{"scale": dict.fromkeys(nodes, 0.0)} for nodes in sources]
+    # Every edge watches all targets, its own with weight 1: equal questions are run once.
+    return check_changes(graph, changes, [{t: float(t in own) for t in watched} for own in read])
+
+
+def _cluster(graph: Graph, cluster: Cluster, sums: dict[str, float]) -> ClusterRow:
+    features = [node for node in map(graph.node, cluster.nodes) if node.kind == "feature"]
+    features.sort(key=lambda node: -node.influence)
+    return {
+        "name": cluster.name, "kind": cluster.kind, "positions": cluster.positions, "layers": list(cluster.layers),
+        "influence": cluster.influence, "n_features": len(features),
+        "nodes": [node_name(graph, n) for n in cluster.nodes],
+        "top_features": [
+            {"id": node_name(graph, f.id), "layer": f.layer, "position": f.position, "feature": f.index,
+             "activation": f.value, "influence": f.influence}
+            for f in features[:FEATURES_LISTED]
+        ],
+        "sums": sums,
+    }  # fmt: skip
+
+
+def _main(graph: Graph, clusters: Sequence[Cluster], edge: ClusterEdge, carried: Carried, row: EdgeRow) -> MainRow:
+    """What figure 4 shows of its edge: cells to mark, attention maps of its heads, and the causal test of them."""
+    links = carried.links_for(0.8)
+    targets = dict.fromkeys(edge.targets.tolist(), 1.0) or {graph.n_nodes - 1: 1.0}
+    (closed,) = check_changes(graph, [{"close": links}], [targets])
+    return {
+        **row,
+        "keys": clusters[edge.source].positions,
+        "queries": clusters[edge.target].positions,
+        "attention": [_map(graph, layer, head) for layer, head in carried.heads_for(0.8)],
+        "closed": {"n_links": len(links), "links": [list(link) for link in links], **closed},
+    }
+
+
+def _map(graph: Graph, layer: int, head: int) -> MapRow:
+    weights = graph.replacement().frozen.pattern(layer, slice(head, head + 1))[0].cpu()
+    cells = [(q, k, round(float(weights[q, k]), 4)) for q, k in (weights >= FAINT).nonzero().tolist()]
+    return {"layer": layer, "head": head, "cells": cells}
+
+
+def looks(graph: Graph, carried: Carried) -> list[LookRow]:
+    """Why the first heads of an edge look where they do: their largest links, as query x key terms."""
+    found: list[LookRow] = []
+    for layer, head in carried.heads_for(0.8)[:LOOKS]:
+        link = next((a for a in carried.arrival if (a["layer"], a["head"]) == (layer, head)), None)
+        if link is None:
+            continue
+        look = explain_look(graph, layer, head, link["query"], link["key"], top=TERMS)
+        found.append(
+            {
+                "layer": layer, "head": head, "query": look.query, "key": look.key, "logit": look.logit,
+                "margin": look.margin, "rest": look.rest, "certain": look.certain,
+                "terms": [
+                    {"query_source": graph.label(t["query_source"]), "key_source": graph.label(t["key_source"]),
+                     "term": t["term"]}
+                    for t in look.terms
+                ],
+                "closing": [
+                    {"source": graph.label(n), "margin_without": look.without(n)} for n in look.closing()[:TERMS]
+                ],
+            }
+        )  # fmt: skip
+    return found
+
+
+def _interventions(graph: Graph, checks: list[EdgeCheck]) -> SinglesRow:
+    """The strongest edges between single nodes, removed one by one."""
+    return {
+        "rows": [
+            {"source": graph.label(check["sources"][0]), "target": graph.label(check["targets"][0]),
+             "weight": check["weight"], "before": check["before"], "predicted": check["predicted"],
+             "measured": check["measured"], "predicted_direct": check["predicted_direct"],
+             "measured_direct": check["measured_direct"]}
+            for check in checks
+        ],
+        "agreement": agreement(checks), "agreement_direct": agreement(checks, "predicted_direct", "measured_direct"),
+    }  # fmt: skip
+
+
+def tell(rows: ModelRows) -> str:
+    """A summary in words, for a terminal."""
+    target, main = rows["target"][0], rows["main"]
+    p = "" if target["probability"] is None else f", probability {target['probability']:.3f}"
+    lines = [
+        f"{rows['model']}: {target['label']!r} at position {target['position']}{p}; {rows['n_nodes']} nodes and "
+        f"{rows['n_edges']} edges kept, completeness error {rows['completeness_error']:.1e}",
+        f"  scores: replacement {rows['scores']['replacement']:.3f}, completeness {rows['scores']['completeness']:.3f}",
+    ]
+    ranked = sorted(rows["clusters"], key=lambda c: (c["kind"] == "output", c["influence"]), reverse=True)
+    told = [c for c in rows["clusters"] if c in ranked[:CLUSTERS_TOLD]]
+    for cluster in told:
+        low, high = cluster["layers"]
+        span = f"layer {low}" if low == high else f"layers {low}-{high}"
+        at = ", ".join(map(str, cluster["positions"][:8])) + (", ..." if len(cluster["positions"]) > 8 else "")
+        lines.append(f"  {cluster['name'][:24]:24} at {at:16} {span:12} {cluster['n_features']:4} features")
+    if len(told) < len(ranked):
+        lines.append(f"  and {len(ranked) - len(told)} clusters of less influence")
+    lines.append(f"  {'edge':40} {'weight':>9} {'heads for 80 %':>15} {'when removed: predicted':>24} {'measured':>9}")
+    for edge in rows["edges"][:EDGES_TOLD]:
+        name = f"{edge['source'][:18]} -> {edge['target'][:18]}"
+        changes = f"{edge['predicted_direct']:24.3f} {edge['measured_direct']:9.3f}"
+        lines.append(f"  {name:40} {edge['weight']:9.3f} {edge['n_heads_for_80']:15} {changes}")
+    for name, found in (("MLPs held", rows["agreement_direct"]), ("all effects", rows["agreement"])):
+        shown = ", ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items())
+        lines.append(f"  predicted against measured, {name}: {shown}")
+    heads = ", ".join(f"L{h['layer']}-H{h['head']}" for h in main["heads_for_80"][:12])
+    more = main["n_heads_for_80"] - 12
+    lines.append(
+        f"  {main['source']} -> {main['target']}: 80 % carried by {main['n_heads_for_80']} of "
+        f"{rows['n_layers'] * rows['n_heads']} heads: {heads}{f' and {more} more' if more > 0 else ''}"
+    )
+    closed = main["closed"]
+    lines.append(
+        f"  their {closed['n_links']} links closed, MLPs held: {closed['measured_direct']:+.3f} "
+        f"(predicted {closed['predicted_direct']:+.3f}); MLPs reacting: {closed['measured']:+.3f} "
+        f"(predicted {closed['predicted']:+.3f})"
+    )
+    return "\n".join(lines)

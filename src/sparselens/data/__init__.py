@@ -1,4 +1,4 @@
 """Text: documents, tokens, packed batches; other data by registration.
 
-Imports runs.
+Imports runs and models.
 """

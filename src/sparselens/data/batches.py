@@ -15,7 +15,7 @@ import itertools
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NotRequired, Protocol, TypedDict
@@ -25,15 +25,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..models.loading import first_token
 from ..runs.run import give_back, read_json, reading, take_lock, write_bytes, write_json
-from .documents import (
-    PIECE,
-    dataset_documents,
-    find_files,
-    first_token,
-    is_local,
-    read_documents,
-)  # fmt: skip
+from .documents import PIECE, dataset_documents, find_files, is_local, read_documents
 
 PIECES_AT_ONCE = 32  # to tokenise
 SHARD = 1 << 24  # tokens per cache file
@@ -71,7 +65,7 @@ class Batches(Protocol):
 
     def heldout(self, start: int, count: int) -> dict[str, Tensor]: ...
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Mapping[str, object]:
         """Where the data came from, for the record."""
 
 
@@ -362,7 +356,7 @@ class TextBatches:
             raise _damaged(self.cache.folder, f"token {text.max()} of {self.vocabulary}")
         return text if bare else np.insert(text, 0, self.separator)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         return {"sources": self.sources, "train_sequences": len(self._train), "heldout_sequences": self.n_heldout,
                 "length": self.length, "half_start_bare": self.half_start_bare,
                 "tokens": self.cache.index["tokens"]}  # fmt: skip

@@ -9,10 +9,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from typing import IO
 
 SEPARATOR_LINE = "<|endoftext|>"  # a line of its own separates the documents of a .txt file
 PIECE = 1 << 20  # characters; longer documents are tokenised in pieces, so that no document must fit in memory
@@ -151,13 +148,3 @@ def is_local(pattern: str) -> bool:
     """Whether a pattern means files. What is left is the name of a dataset, and those may have dots in them, too."""
     looks_like_a_file = pattern.endswith(FORMATS + COMPRESSIONS) or pattern.startswith((".", "/", "~"))
     return looks_like_a_file or any(c in pattern for c in "*?[") or bool(glob.glob(pattern))
-
-
-def first_token(tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    """The token that starts every document: BOS where the tokenizer puts it there itself; else <|endoftext|> where the
-    vocabulary has it, else BOS, else EOS."""
-    bos = tokenizer.bos_token_id
-    if bos is not None and tokenizer("a")["input_ids"][:1] == [bos]:
-        return int(bos)
-    found = (tokenizer.get_vocab().get(SEPARATOR_LINE), bos, tokenizer.eos_token_id)
-    return next((token for token in found if token is not None), None)

@@ -11,7 +11,7 @@ from ..data.registry import register_data
 from ..tasks import Pair, register_task
 
 if TYPE_CHECKING:
-    from ..tasks.words import Words
+    from ..tasks.registry import Words
     from .addition import AdditionBatches
 
 UNKNOWN = "?????"  # where the model puts the sum, all digits at once

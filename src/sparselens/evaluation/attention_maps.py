@@ -9,7 +9,6 @@ A Run with newer models is looked at again; otherwise what is there is used.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -20,9 +19,9 @@ from .. import tasks
 from ..models.architectures import base_model, dimensions
 from ..models.loading import is_gated, load
 from ..runs import distributed
-from ..runs.about import about
-from ..runs.run import Run, write_json
-from ..tasks.words import Words, piece
+from ..runs.rows import AnswerRow, AttentionRows, PromptRow
+from ..runs.run import Run, about, write_json
+from ..tasks.registry import Words, piece
 
 TEXTS = ('The opposite of "large" is "', "When Mary and John went to the store, John gave a drink to")
 FORMAT = 2  # of attention.json; 1 had no token in front of prompts
@@ -31,7 +30,7 @@ MOST_TOKENS = 64  # a page shows this many without becoming a wall
 
 def attention_rows(
     run: Run | Path | str, prompts: tuple[str, ...] = (), traced: Sequence[str] = (), say: Callable[[str], None] = print
-) -> dict[str, Any] | None:
+) -> AttentionRows | None:
     """The Run's attention/attention.json, made first if it is missing or old; None if the Run has no models yet.
 
     prompts: shown first, before those that were traced and the Run's own (about.json) or the built-in ones. Where the
@@ -63,12 +62,12 @@ def _folders(run: Run) -> dict[str, Path | str]:
     return found
 
 
-def _kept(run: Run, folders: dict[str, Path | str], texts: tuple[str, ...]) -> dict[str, Any] | None:
+def _kept(run: Run, folders: dict[str, Path | str], texts: tuple[str, ...]) -> AttentionRows | None:
     """What an earlier call left, if it has these prompts and is not older than the models."""
     path = run.path / "attention" / "attention.json"
     if not path.is_file():
         return None
-    rows: dict[str, Any] = run.read("attention/attention.json")
+    rows: AttentionRows = run.read("attention/attention.json")
     weights = [file for folder in folders.values() for file in Path(folder).glob("*.safetensors")]
     newest = max((file.stat().st_mtime for file in weights), default=0.0)
     fresh = rows.get("format") == FORMAT and path.stat().st_mtime >= newest
@@ -91,8 +90,10 @@ def _typing(task: str) -> Callable[[str], str]:
     return found or (lambda text: text)
 
 
-def _look(folders: dict[str, Path | str], texts: list[str], out: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    prompts: list[dict[str, Any]] = [{"text": text, "models": {}} for text in texts]
+def _look(folders: dict[str, Path | str], texts: list[str], out: Path, say: Callable[[str], None]) -> AttentionRows:
+    prompts: list[PromptRow] = [
+        {"text": text, "models": {}, "file": f"prompt-{i}.safetensors"} for i, text in enumerate(texts)
+    ]
     tensors: list[dict[str, torch.Tensor]] = [{} for _ in texts]
     notes, shape = [], None
     for role, folder in folders.items():
@@ -105,14 +106,12 @@ def _look(folders: dict[str, Path | str], texts: list[str], out: Path, say: Call
         d = dimensions(base_model(model).config)
         shape = shape or {"n_layers": d.n_layers, "n_heads": d.n_heads}
         for prompt, kept in zip(prompts, tensors, strict=True):
-            ids, pieces, cut = _tokens(tokenizer, prompt["text"], d.max_tokens)
-            prompt |= {"tokens": pieces, "cut": cut}
+            ids, prompt["tokens"], prompt["cut"] = _tokens(tokenizer, prompt["text"], d.max_tokens)
             prompt["models"][role], found = look(model, tokenizer, ids)
             kept |= {f"{role}.{name}": tensor for name, tensor in found.items()}
         del model
     out.mkdir(parents=True, exist_ok=True)
-    for i, (prompt, kept) in enumerate(zip(prompts, tensors, strict=True)):
-        prompt["file"] = f"prompt-{i}.safetensors"
+    for prompt, kept in zip(prompts, tensors, strict=True):
         save_file(kept, out / prompt["file"])
     return {"format": FORMAT, "shape": shape, "prompts": prompts, "notes": notes}
 
@@ -137,7 +136,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 @torch.no_grad()
-def look(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> tuple[dict[str, Any], Tensors]:
+def look(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> tuple[AnswerRow, Tensors]:
     """(what the model says at every position, attention): `weights` fp16 and, for a gated model, `margin` fp32.
 
     ids: [1, tokens]. Tensors are [n_layers, n_heads, queries, keys]; masked pairs are 0, their margin -inf.
@@ -146,7 +145,7 @@ def look(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor
     gated = is_gated(base_model(model))
     if not gated:
         base_model(model).set_attn_implementation("eager")  # the one that returns its weights
-    common: dict[str, Any] = {"use_cache": False, "output_attentions": True}
+    common = {"use_cache": False, "output_attentions": True}
     output = model(ids, **common, **({"gate_output": "pattern"} if gated else {}))
     weights = torch.stack(output.attentions)[:, 0]
     # fp16 rounds the weakest edges to nothing; the picture must not lose an edge that is there.

@@ -8,10 +8,10 @@ The first model is the one the others are compared with.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import torch
 from torch import nn
@@ -21,9 +21,30 @@ from .. import tasks as registry
 from ..circuits.discover import answered
 from ..data.batches import Batches
 from ..models.architectures import base_model, dimensions
+from ..runs.rows import EvaluationRow
 from ..tasks.prompts import build
-from ..tasks.words import Words
+from ..tasks.registry import Words
 from ..training.measure import measure
+
+
+class Likely(TypedDict):
+    token: str
+    p: float
+
+
+class SaidRow(TypedDict):  # what every model says after a prompt
+    prompt: str
+    next: dict[str, list[Likely]]
+    kl: dict[str, float]
+
+
+class Behaviour(TypedDict):  # behaviour.json: everything by the names of the models
+    models: list[str]
+    compared_with: str
+    text: NotRequired[Mapping[str, EvaluationRow]]
+    tasks: dict[str, dict[str, dict[str, float]]]  # task -> model -> accuracy, standard_error, prompts
+    prompts_same_top1: dict[str, int]
+    prompts: list[SaidRow]
 
 
 def read_prompts(path: Path | None = None) -> list[str]:
@@ -45,7 +66,7 @@ def behaviour(
     batches: Batches | None = None, sequences: tuple[int, int] | None = None,
     tasks: Sequence[str | registry.Task] = (), task_prompts: int = 200, top: int = 3, seed: int = 0,
     micro_batch: int = 8, say: Callable[[str], None] = print,
-) -> dict[str, Any]:  # fmt: skip
+) -> Behaviour:  # fmt: skip
     """Everything side by side; see the top of this file. All models share one tokenizer.
 
     prompts: default, the fifty ordinary ones. batches: held-out text (data.TextBatches), `sequences` (first, count) of
@@ -57,19 +78,21 @@ def behaviour(
     found = [registry.find(task) for task in tasks]
     built = {task.name: build(task, tokenizer, task_prompts, seed, longest, say) for task in found}
     texts = _next_tokens(models, tokenizer, read_prompts() if prompts is None else prompts, top)
-    result: dict[str, Any] = {"models": list(models), "compared_with": first}
+    right = {
+        task: {name: _share(answered(model, pairs)) for name, model in models.items()} for task, pairs in built.items()
+    }
+    same = {name: [one["next"][name][0]["token"] == one["next"][first][0]["token"] for one in texts] for name in models}
+    result: Behaviour = {
+        "models": list(models), "compared_with": first, "tasks": right, "prompts": texts,
+        "prompts_same_top1": {name: sum(hits) for name, hits in same.items()},
+    }  # fmt: skip
     if batches is not None:
         start, count = sequences or (0, batches.n_heldout)
         result["text"] = {
             name: measure(model, batches, start, count, micro_batch=micro_batch, base=models[first]).row(name, name)
             for name, model in models.items()
         }
-    result["tasks"] = {
-        task: {name: _share(answered(model, pairs)) for name, model in models.items()} for task, pairs in built.items()
-    }
-    same = {name: [one["next"][name][0]["token"] == one["next"][first][0]["token"] for one in texts] for name in models}
-    result["prompts_same_top1"] = {name: sum(hits) for name, hits in same.items()}
-    return result | {"prompts": texts}
+    return result
 
 
 def check_one_vocabulary(models: dict[str, nn.Module]) -> None:
@@ -87,11 +110,11 @@ def _share(right: torch.Tensor) -> dict[str, float]:
 @torch.no_grad()
 def _next_tokens(
     models: dict[str, nn.Module], tokenizer: PreTrainedTokenizerBase, prompts: list[str], top: int
-) -> list[dict[str, Any]]:
+) -> list[SaidRow]:
     """Per prompt and model: the likeliest next tokens, and KL(first || model) of that one distribution."""
-    words, rows = Words(tokenizer), []
+    words, rows = Words(tokenizer), list[SaidRow]()
     for prompt in prompts:
-        row: dict[str, Any] = {"prompt": prompt, "next": {}, "kl": {}}
+        row: SaidRow = {"prompt": prompt, "next": {}, "kl": {}}
         reference = None
         for name, model in models.items():
             ids = torch.tensor([words.encode(prompt)], device=next(model.parameters()).device)
@@ -100,14 +123,14 @@ def _next_tokens(
             row["kl"][name] = (reference.exp() * (reference - log_p)).sum().item()
             best = log_p.topk(top)
             row["next"][name] = [
-                {"token": tokenizer.decode([token]), "p": value}
+                {"token": str(tokenizer.decode([token])), "p": value}
                 for token, value in zip(best.indices.tolist(), best.values.exp().tolist(), strict=True)
             ]
         rows.append(row)
     return rows
 
 
-def markdown(result: dict[str, Any]) -> str:
+def markdown(result: Behaviour) -> str:
     """The same as tables."""
     names = result["models"]
     parts = []
@@ -136,7 +159,7 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _percent(share: float, error: float | None) -> str:
+def _percent(share: float | None, error: float | None) -> str:
     return f"{share:.1%}" if error is None else f"{share:.1%} ± {error:.1%}"
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from ..data.documents import first_token
-from ..models.loading import load, save
+from ..models.loading import first_token, load, save
+from ..runs.rows import EvaluationRow
 from ..runs.run import Run, check_folder, reading, whole_folder, write_bytes
 
 ADAPTER = "adapter_config.json"
@@ -75,7 +75,8 @@ def push(run: str | Path | Run, repository: str, private: bool = False, merge: b
 
 def model_card(run: Run, adapter: bool = False, first: str | None = None) -> str:
     """The README.md of an exported model. first: the token that training sequences began with."""
-    config, rows = run.record["config"], run.read("evaluation.json")
+    config = run.record["config"]
+    rows: list[EvaluationRow] = run.read("evaluation.json")
     by_kind = {row["kind"]: row for row in rows}
     sparse, summary = by_kind["sparse"], run.read("summary.json")
     base, layers = str(config["model"]), sparse.get("density_per_layer")
@@ -105,7 +106,7 @@ def model_card(run: Run, adapter: bool = False, first: str | None = None) -> str
         "Plain `from_pretrained` refuses this folder: it would load a dense model without a word."
         + (" The folder holds an adapter and gates; its base is loaded by name." if adapter else "")
         + (f" Begin every prompt with `{first}`, as training sequences did: gates lean on it." if first else ""),
-        "## How it was made\n\n" + _making(config, run.record.get("provenance", {})),
+        "## How it was made\n\n" + _making(config, run.record.get("provenance", {}).get("versions", {})),
         "## Limits\n\nGates were trained and measured on the text above, at the length above; on other text density "
         "and loss differ. A sparse circuit is a claim about this model, not about the one it was made from. The base "
         "model's licence, biases and limits apply.",
@@ -125,7 +126,7 @@ def _number(value: Any, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
+def _table(rows: list[EvaluationRow]) -> str:
     lines = ["| | held-out loss | KL to base | density | keys per query |", "|---|---|---|---|---|"]
     for row in rows:
         loss = f"{row['loss']:.4f} ± {_number(row.get('loss_standard_error'), '.4f')}"
@@ -134,14 +135,13 @@ def _table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _making(config: dict[str, Any], about: dict[str, Any]) -> str:
+def _making(config: dict[str, Any], versions: dict[str, str]) -> str:
     training, data = config["training"], config.get("data")
     data = data if isinstance(data, dict) else {}  # the demo's sums are made, not read
     sources = data.get("sources")
     names = sorted({Path(str(one[0])).name for group in (sources or {}).values() for one in group})
     tokens = training["steps"] * training["batch"] * (data.get("length") or 0)
     settings = {k: v for k, v in config.items() if k not in NOT_SETTINGS}
-    versions = about.get("versions", {})
     lines = [
         names and f"- text: {', '.join(f'`{name}`' for name in names)}",
         tokens and f"- {tokens:,} tokens in {training['steps']:,} steps, sequences of {data['length']} tokens",

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..gating import gated_attention
 from ..runs.run import check_writable, write_json
 
-Row = dict[str, Any]  # one measurement: shape, mode, milliseconds, ratios
+Row = dict[str, float | str]  # one measurement: shape, mode, milliseconds, ratios
 Call = Callable[[], object]
 Shape = tuple[int, int, int, int, int]  # batch, heads, kv_heads, tokens, d_head
 ISSUE = [(16, 12, 12, 1024, 64), (2, 32, 32, 2048, 128), (2, 32, 32, 4096, 64)]
@@ -32,27 +32,29 @@ DIMENSIONS = ("batch", "heads", "kv_heads", "tokens", "d_head")
 NOTES = ("cudnn_ms", "device_ratio", "reference_ms", "density", "local", "sinks")
 
 
-def bench_kernels(quick: bool = False, json_path: str | Path | None = None, say: Callable[[str], None] = print) -> Row:
+def bench_kernels(
+    quick: bool = False, json_path: str | Path | None = None, say: Callable[[str], None] = print
+) -> dict[str, object]:
     """Measure, print a table, write JSON if asked. quick: three shapes and the reference, under two minutes."""
     if not torch.cuda.is_available():
         raise ValueError("`bench kernels` measures CUDA kernels and found no CUDA device")
     check_writable(None if json_path is None else Path(json_path))
-    result: dict[str, Any] = {"environment": environment(), "rows": []}
-    say(" ".join(f"{key}={value}" for key, value in result["environment"].items()))
+    where, slopes = environment(), dict[str, float]()
+    say(" ".join(f"{key}={value}" for key, value in where.items()))
     times, memory = f"{'ours ms':>8} {'SDPA ms':>8} {'ratio':>6}", f"{'MiB':>7} {'SDPA':>7}"
     say(f"{'mode':22} {'batch,heads,kv,tokens,d':>24} {times} {memory}")
-    for shape in ISSUE + ([] if quick else LONG + GROUPED):
-        result["rows"] += [told(row, say) for row in attention_rows(shape)]
+    rows = [told(row, say) for shape in ISSUE + ([] if quick else LONG + GROUPED) for row in attention_rows(shape)]
     if quick:
-        result["rows"].append(told(reference_row(), say))
+        rows.append(told(reference_row(), say))
     else:
         ladder = [told(attention_rows(shape, ("train-sampled",))[0], say) for shape in LADDER]
-        result["rows"] += ladder
-        span = math.log(ladder[-1]["tokens"] / ladder[0]["tokens"])
+        rows += ladder
         for name in ("ours", "sdpa"):
-            slope = math.log(ladder[-1][f"{name}_mib"] / ladder[0][f"{name}_mib"]) / span
-            result[f"memory_slope_{name}"] = round(slope, 3)
-        say(f"memory grows as tokens^{result['memory_slope_ours']} (SDPA {result['memory_slope_sdpa']})")
+            first, last = (float(row[f"{name}_mib"]) for row in (ladder[0], ladder[-1]))
+            slope = math.log(last / first) / math.log(LADDER[-1][3] / LADDER[0][3])  # in tokens
+            slopes[f"memory_slope_{name}"] = round(slope, 3)
+        say(f"memory grows as tokens^{slopes['memory_slope_ours']} (SDPA {slopes['memory_slope_sdpa']})")
+    result: dict[str, object] = {"environment": where, "rows": rows, **slopes}
     if json_path is not None:
         write_json(Path(json_path), result)
     return result
@@ -98,7 +100,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def cudnn_ms(function: Call) -> dict[str, float]:
+def cudnn_ms(function: Call) -> Row:
     """{"cudnn_ms": ...} where SDPA has a cuDNN backend for this call, {} elsewhere."""
     try:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -107,7 +109,7 @@ def cudnn_ms(function: Call) -> dict[str, float]:
         return {}
 
 
-def device_only(ours: Call, dense: Call) -> dict[str, float]:
+def device_only(ours: Call, dense: Call) -> Row:
     """Both replayed from a CUDA graph: what the device needs when it never waits for the host to launch.
 
     A training step of a large model hides the host's time; a loop over one small attention does not.
@@ -155,7 +157,7 @@ def attention_rows(shape: Shape, modes: tuple[str, ...] = MODES) -> list[Row]:
     for mode in modes:
         if mode == "train-sampled":
             row = row_of(shape, mode, train, dense_train) | cudnn_ms(dense_train)
-            rows.append(row | (device_only(train, dense_train) if row["tokens"] <= 4096 else {}))
+            rows.append(row | (device_only(train, dense_train) if shape[3] <= 4096 else {}))
             continue
         with torch.no_grad():
             ours = partial(gated_attention, q, k, v, bias, sample=mode == "forward-sampled", seed=1)

@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ..tasks.words import Words
+from ..runs.rows import EvaluationRow
+from ..tasks.registry import Words
 
 FORMATS = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}  # suffix -> loader of the datasets library
 SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
@@ -55,7 +56,7 @@ def find_benchmarks(names: list[str], questions: Path | None = None) -> list[Any
     return found
 
 
-def _from_files(entry: Any, questions: Path) -> dict[str, Any]:
+def _from_files(entry: Any, questions: Path) -> dict[str, object]:
     """What to change in lm-eval's definition of a task so that it reads files."""
     name, splits = entry.name, {key: entry.cfg.get(key) for key in SPLITS}
     files: dict[str, str] = {}
@@ -77,13 +78,9 @@ def _from_files(entry: Any, questions: Path) -> dict[str, Any]:
 
 
 def answer_benchmarks(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    benchmarks: list[Any],
-    *,
-    limit: int | None = None,
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, benchmarks: list[Any], *, limit: int | None = None,
     batch: int = 16,
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, float]]:  # fmt: skip
     """Per benchmark: every metric of lm-eval with its standard error (acc, acc_stderr, ...), and the questions asked.
 
     benchmarks: as `find_benchmarks` gives them. limit: only the first so many questions of each.
@@ -116,7 +113,7 @@ def benchmark_rows(found: Any) -> dict[str, dict[str, float]]:
     return rows
 
 
-def benchmark_table(rows: list[dict[str, Any]]) -> str:
+def benchmark_table(rows: list[EvaluationRow]) -> str:
     """One line per model, one column per benchmark and metric, as text."""
     first = rows[0]["benchmarks"]
     columns = [(name, metric) for name, values in first.items() for metric in values if f"{metric}_stderr" in values]

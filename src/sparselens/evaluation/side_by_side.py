@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,13 +17,13 @@ from ..data.registry import make_again
 from ..models.architectures import base_model, dimensions
 from ..models.loading import Source, is_gated, name_of, resolve
 from ..runs import distributed
+from ..runs.rows import EvaluationRow
 from ..runs.run import Run, check_folder, check_writable, provenance, reading, write_bytes, write_json
 from ..training.measure import in_bf16, measure
 from ..training.sparsify import loss_table, report_slice
 from .behaviour import behaviour as behaviour_of, check_one_vocabulary, markdown, read_prompts
 from .lm_eval import answer_benchmarks, benchmark_table, find_benchmarks
 
-Row = dict[str, Any]  # one model: what Measurement.row gives, and `benchmarks`
 Slice = tuple[Batches, int, int]  # held-out sequences, the first of them, how many
 FindText = Callable[[nn.Module, PreTrainedTokenizerBase], Slice | None]
 
@@ -51,7 +51,7 @@ def evaluate(
     benchmarks: Sequence[str] = (), questions: Path | None = None, limit: int | None = None,
     behaviour: Path | None = None, prompts: Path | None = None, tasks: Sequence[str] = (),
     json: str | Path | None = None, say: Callable[[str], None] = print,
-) -> list[Row]:  # fmt: skip
+) -> list[EvaluationRow]:  # fmt: skip
     """One row per model, with loss, KL and density on the Run's held-out text or on `data`.
 
     A Run brings its base, control (where there is one) and sparse model. Other models are compared with the first of
@@ -77,7 +77,7 @@ def evaluate(
         prompts=read_prompts(prompts), tasks=[registry.find(task) for task in tasks],
         benchmarks=find_benchmarks(list(benchmarks), questions) if benchmarks else [], limit=limit,
     )  # fmt: skip
-    rows: list[Row] = []
+    rows: list[EvaluationRow] = []
     for run in runs:
         with reading(run.path / "run.json"):
             new = _of_run(run, asked)
@@ -125,7 +125,7 @@ def _checked(run: Run, more: bool) -> Run:
     return run
 
 
-def _tell(title: str, rows: list[Row], say: Callable[[str], None]) -> list[Row]:
+def _tell(title: str, rows: list[EvaluationRow], say: Callable[[str], None]) -> list[EvaluationRow]:
     lines = [title or "\n".join(f"{row['kind']}: {row['name']}" for row in rows)]
     if "loss" in rows[0]:
         lines.append(loss_table(rows))
@@ -138,7 +138,7 @@ def _tell(title: str, rows: list[Row], say: Callable[[str], None]) -> list[Row]:
 # ---- which models, which text ----------------------------------------------------------------------------------------
 
 
-def _of_run(run: Run, asked: Asked) -> list[Row]:
+def _of_run(run: Run, asked: Asked) -> list[EvaluationRow]:
     config, training = run.record["config"], run.record["config"]["training"]
     about_data = config.get("data", {})
 
@@ -164,7 +164,7 @@ def _of_run(run: Run, asked: Asked) -> list[Row]:
     return _rows(sources, text, asked, micro, bf16=in_bf16(training["precision"]))
 
 
-def _of_models(sources: list[Source], asked: Asked) -> list[Row]:
+def _of_models(sources: list[Source], asked: Asked) -> list[EvaluationRow]:
     def text(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Slice | None:
         if not asked.data:
             return None
@@ -189,15 +189,15 @@ def _text(run: Run, tokenizer: PreTrainedTokenizerBase, asked: Asked) -> TextBat
     text = config.get("text") or dataclasses.asdict(Text(length=config["data"].get("length") or Text().length))
     length, cache = text["length"], Path(text["cache"])
     cache = cache if cache.is_dir() else Text().cache  # a Run may come from another machine
-    common: dict[str, Any] = dict(cache=cache, field=text["text_field"], seed=0)
+    field = text["text_field"]
     if asked.data:
-        return _other_text(tokenizer, asked, length, **common)
+        return _other_text(tokenizer, asked, length, cache=cache, field=field, seed=0)
     need = config["training"]["steps"] * config["training"]["batch"] * length
     batches = TextBatches(text["patterns"], tokenizer, length, need=need, heldout_patterns=list(text["heldout"]),
-                          heldout_tokens=text["heldout_tokens"], **common)  # fmt: skip
-    was, now = config["data"], batches.describe()
+                          heldout_tokens=text["heldout_tokens"], cache=cache, field=field, seed=0)  # fmt: skip
+    was, tokens = config["data"], batches.cache.index["tokens"]
     # Names and times may differ on another machine, sizes may not.
-    if was["tokens"] != now["tokens"] or _sizes(was["sources"]) != _sizes(now["sources"]):
+    if was["tokens"] != tokens or _sizes(was["sources"]) != _sizes(batches.sources):
         raise ValueError(
             f"the text of {run.path} has changed since: what would be held out now may have been trained on then; "
             "give other text with --data"
@@ -213,9 +213,11 @@ def _sizes(sources: dict[str, list[Any]]) -> dict[str, list[Any]]:
 # ---- what they say ---------------------------------------------------------------------------------------------------
 
 
-def _rows(sources: list[tuple[str, Source]], find_text: FindText, asked: Asked, micro: int, bf16: bool) -> list[Row]:
+def _rows(
+    sources: list[tuple[str, Source]], find_text: FindText, asked: Asked, micro: int, bf16: bool
+) -> list[EvaluationRow]:
     """One row per (kind, source), every model compared with the first; kind "": dense or sparse, as it turns out."""
-    rows: list[Row] = []
+    rows: list[EvaluationRow] = []
     kept: dict[str, nn.Module] = {}  # the models, where they are to be put side by side
     text: Slice | None = None
     for kind, source in sources:
@@ -229,11 +231,11 @@ def _rows(sources: list[tuple[str, Source]], find_text: FindText, asked: Asked, 
         elif text is not None or asked.behaviour:
             check_one_vocabulary({rows[0]["kind"]: base, kind: model})
         name = str(source) if isinstance(source, str | Path) else name_of(source)
-        row: Row = {"name": name, "kind": kind}
+        row = cast(EvaluationRow, {"name": name, "kind": kind})  # all there is where there is no text
         if text is not None:
             batches, start, count = text
             with torch.autocast(distributed.device(), torch.bfloat16, enabled=bf16):
-                row |= measure(model, batches, start, count, micro_batch=micro, base=base).row(name, kind)
+                row = measure(model, batches, start, count, micro_batch=micro, base=base).row(name, kind)
         if asked.benchmarks:
             row["benchmarks"] = answer_benchmarks(model, tokenizer, asked.benchmarks, limit=asked.limit)
         if asked.behaviour:
@@ -248,7 +250,7 @@ def _rows(sources: list[tuple[str, Source]], find_text: FindText, asked: Asked, 
     return rows
 
 
-def _kind(model: nn.Module, rows: list[Row]) -> str:
+def _kind(model: nn.Module, rows: list[EvaluationRow]) -> str:
     """dense or sparse, numbered from the second on."""
     kind = "sparse" if is_gated(model) else "dense"
     alike = sum(row["kind"].split()[0] == kind for row in rows)

@@ -9,23 +9,17 @@ sparselens stops with "attn_implementation=sparselens is not supported"; the sec
 import json
 import mmap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    __version__ as transformers_version,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
@@ -177,7 +171,7 @@ def refusing(before: str, after: str = "") -> Iterator[None]:
         raise ValueError(f"{before}{line}{after}") from error
 
 
-def _refuse_incomplete(model: PreTrainedModel, report: dict[str, Any], source: str) -> None:
+def _refuse_incomplete(model: PreTrainedModel, report: Mapping[str, Iterable[str]], source: str) -> None:
     """transformers fills missing weights with random ones, and a NaN spoils every number that comes after it."""
     missing = sorted(report["missing_keys"])
     if missing:
@@ -233,7 +227,7 @@ def _load_gguf(path: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedToken
     whole, words = whole_words(tokenizer)
     if whole < words / 2:
         raise ValueError(
-            f"transformers {transformers_version} reads the tokenizer of {path} wrongly: of {words} words in its "
+            f"transformers {transformers.__version__} reads the tokenizer of {path} wrongly: of {words} words in its "
             f"vocabulary {whole} come back as one token. Update it (pip install -U transformers; 5.22 reads Gemma's)."
         )
     if _adds_bos(path) and tokenizer.bos_token is not None:
@@ -345,3 +339,13 @@ def _adds_bos(path: Path) -> bool:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         at = data.find(key)
         return at >= 0 and data[at + len(key) + 4 : at + len(key) + 5] == b"\1"
+
+
+def first_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that starts every document: BOS where the tokenizer puts it there itself; else <|endoftext|> where the
+    vocabulary has it, else BOS, else EOS."""
+    bos = tokenizer.bos_token_id
+    if bos is not None and tokenizer("a")["input_ids"][:1] == [bos]:
+        return int(bos)
+    found = (tokenizer.get_vocab().get("<|endoftext|>"), bos, tokenizer.eos_token_id)
+    return next((token for token in found if token is not None), None)

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from ..runs.run import write_bytes
-from .sections import asset, sections
+from .sections import Payload, asset, sections
 
 IMPORT = re.compile(r"^import\s[^;]*?from\s+\"\./([\w.]+)\";\n", re.M)
 BEYOND = re.compile(r"[^\x00-\x7f]")
 DEFINED = re.compile(r"^(?:export )?(?:async )?(?:const|let|function|class) (\w+)", re.M)
 
 
-def write_page(value: dict[str, Any], path: str | Path) -> Path:
+def write_page(value: Payload, path: str | Path) -> Path:
     """Write the page of a `payload` to a file, whole or not at all."""
     path = Path(path)
     if path.is_dir():
@@ -34,7 +34,7 @@ def write_page(value: dict[str, Any], path: str | Path) -> Path:
     return path
 
 
-def build_page(value: dict[str, Any]) -> str:
+def build_page(value: Payload) -> str:
     """The page of a `payload`, ASCII only."""
     # ASCII only: other characters, which only occur in strings and comments, become escapes.
     style = BEYOND.sub(lambda c: f"\\{ord(c[0]):x} ", asset("style.css"))

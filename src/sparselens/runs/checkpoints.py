@@ -27,7 +27,7 @@ from .run import fresh_name, read_json, whole_folder, write_json
 
 
 def save_checkpoint(
-    folder: Path, step: int, tensors: Mapping[str, Tensor], state: dict[str, Any], keep: int = 2,
+    folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, object], keep: int = 2,
     also: Sequence[int] = (),
 ) -> Path:  # fmt: skip
     """Publish `folder/step-N` atomically and drop all but the newest ones, and the steps in `also`.
@@ -75,7 +75,7 @@ def _write_part(folder: Path, tensors: Mapping[str, Tensor]) -> str:
     return _checksum(path)
 
 
-def _write_rest(folder: Path, state: dict[str, Any], sums: dict[str, str]) -> None:
+def _write_rest(folder: Path, state: Mapping[str, object], sums: dict[str, str]) -> None:
     (folder / "state.json").write_text(json.dumps(state))
     write_json(folder / "checksums.json", sums | {"state.json": _checksum(folder / "state.json")})
 

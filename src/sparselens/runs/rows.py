@@ -3,6 +3,13 @@
 from typing import Literal, NotRequired, TypedDict
 
 
+class Provenance(TypedDict):  # so that a number can be made again
+    versions: dict[str, str]
+    python: str
+    commit: str | None
+    command: str
+
+
 class SummaryRow(TypedDict):
     """Of an `EvaluationRow`, what the summary repeats."""
 
@@ -24,6 +31,7 @@ class EvaluationRow(SummaryRow):
     exact: float  # share of sequences without a fault
     density_per_layer: list[float] | None
     density_per_head: list[list[float]] | None
+    benchmarks: NotRequired[dict[str, dict[str, float]]]  # benchmark -> metric -> value
 
 
 class Cost(TypedDict):
@@ -81,6 +89,28 @@ class TranscoderRow(Measured):
     tokens: int
     minutes: float
     tokens_per_second: float
+
+
+class AnswerRow(TypedDict):  # what one model says at every position of a prompt
+    says: list[str]
+    probability: list[float]
+
+
+class PromptRow(
+    TypedDict
+):  # a prompt whose attention is kept in `file`, by the roles of the models: dense, control, sparse
+    text: str
+    tokens: NotRequired[list[str]]  # once a model has read it
+    cut: NotRequired[bool]
+    models: dict[str, AnswerRow]
+    file: str  # of the maps
+
+
+class AttentionRows(TypedDict):  # attention/attention.json
+    format: int
+    shape: dict[str, int] | None  # n_layers, n_heads
+    prompts: list[PromptRow]
+    notes: list[str]
 
 
 # A line of metrics.jsonl: step, loss, grad_norm and tokens_per_second in all of them. An evaluated transcoder adds all

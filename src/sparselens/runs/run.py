@@ -15,16 +15,17 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from filelock import FileLock, Timeout
 
 from . import distributed
-from .rows import MetricsLine
+from .rows import MetricsLine, Provenance
 
 DEVICES = Path("/dev")
 LATER = {"optimizer": "adamw"}  # settings that runs recorded before they existed were made with
@@ -186,7 +187,7 @@ def give_back(lock: FileLock) -> None:
     lock.release()
 
 
-def provenance() -> dict[str, Any]:
+def provenance() -> Provenance:
     """Versions, command and machine, so that a number can be made again."""
     versions = {}
     for package in ("sparselens", "torch", "transformers", "triton", "peft", "numpy"):
@@ -199,9 +200,9 @@ def provenance() -> dict[str, Any]:
     return {"versions": versions, "python": platform.python_version(), "commit": commit or None, "command": command}
 
 
-def _leaves(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _leaves(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Nested settings by their dotted names: training.lr."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"
         found |= _leaves(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
@@ -222,7 +223,7 @@ class Run:
         self._lock: FileLock | None = None
 
     @classmethod
-    def create(cls, path: Path | str, kind: str, config: dict[str, Any], resume: bool = False) -> "Run":
+    def create(cls, path: Path | str, kind: str, config: Mapping[str, object], resume: bool = False) -> "Run":
         """Start a Run in an empty folder, or, with `resume`, open the one that was started with the same settings.
 
         Of several processes, the main one does that; the others only read.
@@ -232,7 +233,7 @@ class Run:
         )
 
     @classmethod
-    def _create(cls, path: Path, kind: str, config: dict[str, Any], resume: bool) -> "Run":
+    def _create(cls, path: Path, kind: str, config: Mapping[str, object], resume: bool) -> "Run":
         cls.check(path, resume)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -272,7 +273,7 @@ class Run:
         if resume and not path.is_dir():
             raise ValueError(f"nothing to resume: {path} holds no run")
 
-    def _refuse_other(self, kind: str, config: dict[str, Any]) -> None:
+    def _refuse_other(self, kind: str, config: Mapping[str, object]) -> None:
         before = {
             key: LATER | value if key in ("training", "dense") and isinstance(value, dict) else value
             for key, value in self.record["config"].items()
@@ -313,6 +314,34 @@ class Run:
         return self.read(name) if (self.path / name).is_file() else missing
 
 
+@dataclass(frozen=True)
+class About:
+    """What a Run says about itself to whoever shows it: about.json in its folder, anybody's, all of it optional.
+
+    {"name": "The addition model", "task": "addition", "exact": true, "filled": 5, "prompts": ["36+28=?????"]}
+    """
+
+    name: str = ""  # who a headline speaks of; "": the model's name
+    task: str = ""  # a registered task, whose prompts people may type; "": any text is a prompt
+    exact: bool = False  # exactly right sequences mean something
+    filled: int = 0  # the answer stands at so many last tokens of a prompt; 0: it follows the prompt
+    prompts: list[str] = field(default_factory=list)  # to look at attention with; none: the built-in ones
+
+
+def about(run: Run) -> About:
+    """The Run's about.json; where there is none, nothing special."""
+    path, nothing = run.path / "about.json", vars(About())
+    found = run.find("about.json", {})
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected an object")
+    for key, usual in nothing.items():
+        if type(found.get(key, usual)) is not type(usual):
+            raise ValueError(f"{path}: {key} is {found[key]!r}; expected something like {usual!r}")
+    if not all(isinstance(prompt, str) for prompt in found.get("prompts", [])):
+        raise ValueError(f"{path}: prompts holds something that is no text")
+    return About(**{key: found[key] for key in nothing.keys() & found.keys()})
+
+
 class Metrics:
     """metrics.jsonl: one flushed line per call; on resume, lines after the checkpoint are dropped."""
 
@@ -331,12 +360,12 @@ class Metrics:
         self.file.close()
 
     @staticmethod
-    def read(folder: Path) -> list[dict[str, Any]]:
+    def read(folder: Path) -> list[MetricsLine]:
         """Every whole line; a last line cut off by a crash is not one."""
         lines = []
         for line in (folder / "metrics.jsonl").read_bytes().splitlines():
             with suppress(ValueError, RecursionError):
                 values = json.loads(line)
                 if isinstance(values, dict) and isinstance(values.get("step"), int):
-                    lines.append(values)
+                    lines.append(cast(MetricsLine, values))  # what it lacks shows when it is read
         return lines

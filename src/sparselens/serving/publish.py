@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from ..reporting import payload, write_page
 from ..reporting.sections import open_runs
@@ -16,13 +15,9 @@ FLOW_TOKENS = 16  # figure 1 is for prompts whose words fit beside each other
 
 
 def report(
-    run: str | Path | Run,
-    other: str | Path | Run | None = None,
-    *,
-    out: str | Path | None = None,
-    prompts: Sequence[str] = (),
-    say: Callable[[str], None] = print,
-) -> Path:
+    run: str | Path | Run, other: str | Path | Run | None = None, *, out: str | Path | None = None,
+    prompts: Sequence[str] = (), say: Callable[[str], None] = print,
+) -> Path:  # fmt: skip
     """One self-contained HTML page of a Run (or two, side by side); returns its path, RUN/report.html by default.
 
     prompts: shown in the attention explorer, before the built-in ones. Attention is computed once and kept in the Run.
@@ -96,7 +91,7 @@ def _draw(run: Run, folder: Path, kind: str, threshold: float) -> list[Path]:
     return drawn
 
 
-def _flow(run: Run) -> dict[str, Any] | None:
+def _flow(run: Run) -> dict[str, dict[str, object]] | None:
     """Figure 1's rows from the attention rows: the first prompt short enough, dense (or control) and sparse."""
     for prompt in run.find("attention/attention.json", {"prompts": []})["prompts"]:
         dense = next((role for role in ("dense", "control") if role in prompt["models"]), None)

@@ -68,7 +68,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, "text/plain", stamp(self.runs).encode())
         elif self.path in ("/", "/index.html"):
             try:
-                page = build_page(payload(self.runs, live=True) | {"stamp": stamp(self.runs)})
+                page = build_page({**payload(self.runs, live=True), "stamp": stamp(self.runs)})
                 self._answer(200, "text/html; charset=utf-8", page.encode("ascii"))
             except (ValueError, OSError) as error:
                 self._answer(500, "text/plain; charset=utf-8", f"sparselens: {error}\n".encode())

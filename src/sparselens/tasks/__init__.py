@@ -11,7 +11,7 @@ A task is a function (rng, words) -> Pair, registered under a name. Yours takes 
 
 Lengths, answer tokens and positions are worked out and checked for every pair before anything runs (prompts.py).
 
-Imports data.
+Imports models.
 """
 
 from .registry import Metric, Pair, Score, Task, find, names, register_task

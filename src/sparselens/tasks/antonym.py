@@ -2,8 +2,7 @@
 
 import random
 
-from .registry import Pair, register_task
-from .words import Words
+from .registry import Pair, Words, register_task
 
 OPPOSITES = (
     ("large", "small"), ("big", "small"), ("hot", "cold"), ("fast", "slow"), ("happy", "sad"), ("light", "dark"),

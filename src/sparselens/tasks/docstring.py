@@ -2,8 +2,7 @@
 
 import random
 
-from .registry import Pair, register_task
-from .words import Words
+from .registry import Pair, Words, register_task
 
 ARGUMENTS = (
     "load", "size", "file", "name", "path", "data", "mode", "user", "index", "value", "key", "line", "text", "host",

@@ -11,8 +11,7 @@ answers' tokens (prompts.py), not from a rule about tokenizers.
 
 import random
 
-from .registry import Pair, register_task
-from .words import Words
+from .registry import Pair, Words, register_task
 
 NOUNS = (
     "war", "siege", "voyage", "project", "conflict", "expedition", "reign", "dispute", "plague", "campaign", "drought",

@@ -2,8 +2,7 @@
 
 import random
 
-from .registry import Pair, register_task
-from .words import Words
+from .registry import Pair, Words, register_task
 
 WORDS = (
     "apple", "river", "stone", "cloud", "train", "glass", "paper", "horse", "table", "green", "music", "light",

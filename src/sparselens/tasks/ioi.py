@@ -2,8 +2,7 @@
 
 import random
 
-from .registry import Pair, register_task
-from .words import Words
+from .registry import Pair, Words, register_task
 
 NAMES = (
     "Mary", "John", "Tom", "James", "Anna", "Mark", "Paul", "David", "Emma", "Sarah", "Laura", "Peter", "Jack",

@@ -6,8 +6,7 @@
 import random
 
 from .ioi import pair
-from .registry import Pair, register_task
-from .words import Words
+from .registry import Pair, Words, register_task
 
 DISTANCE = 100
 TEMPLATES = (

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .registry import Pair, Score, Task
-from .words import Words, piece
+from .registry import Pair, Score, Task, Words, piece
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing import reductions
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import PretrainedConfig
@@ -24,14 +26,15 @@ from transformers import PretrainedConfig
 from ..config import Sparsify
 from ..models.architectures import dimensions
 from ..models.attention import _causal_pairs
-from ..models.memory import PeakMemory
 from .copies import has_fused_attention, shallow, shallow_trainable, sizes
+from .engine import make_optimizer
 from .loop import Stage, loss_and_density
 from .measure import forward, in_bf16
-from .optimizers import make_optimizer
 
 TIMED_DEPTHS = (2, 6)  # layers; a model with no more than the second is timed whole
 TIMED_SECONDS = 1.0  # a timed step takes as many sequences as fit into this
+
+StorageWeakRef: Any = reductions.StorageWeakRef  # untyped
 
 
 class Step(NamedTuple):
@@ -125,6 +128,34 @@ class _FusedLoss(torch.autograd.Function):
         logits, reference = ctx.saved_tensors
         dtype = logits.dtype if reference is None else torch.float32
         return torch.empty_like(logits, dtype=dtype).to(logits.dtype), None
+
+
+class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of tensors made inside the block that are alive at once; `peak` is the most there ever were.
+
+    What existed before (weights, prompts) does not count. Slow: for tests and benchmarks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alive: dict[int, tuple[Any, int]] = {}
+        self.peak = 0
+        self._before: set[int] = set()
+
+    def ignore(self, *modules: torch.nn.Module) -> "PeakMemory":
+        for module in modules:
+            self._before |= {p.untyped_storage()._cdata for p in (*module.parameters(), *module.buffers())}
+        return self
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self._before:
+                storage = leaf.untyped_storage()
+                self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.alive = {key: value for key, value in self.alive.items() if not value[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return out
 
 
 class _Work(PeakMemory):

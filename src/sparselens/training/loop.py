@@ -24,16 +24,13 @@ from ..config import Training
 from ..data.batches import Batches
 from ..models.architectures import blocks
 from ..models.loading import is_gated
-from ..models.memory import out_of_memory
 from ..runs import distributed
 from ..runs.checkpoints import checkpoint_states, fill, load_checkpoint, save_checkpoint
 from ..runs.rows import MetricsLine
-from .compilation import faster, fused
 from .controllers import Budget, Constraint
-from .copies import recompute
-from .engine import Progress, Trainee, run
-from .measure import forward, in_bf16, measure, token_kl, token_losses
-from .optimizers import make_optimizer
+from .copies import faster, fused, recompute
+from .engine import Progress, Trainee, make_optimizer, run
+from .measure import forward, in_bf16, measure, out_of_memory, token_kl, token_losses
 
 PARTING = 0.2  # nats between training and held-out loss, beyond where they started, that deserve a warning
 
@@ -156,7 +153,7 @@ class Stage(Trainee):
             text += f" density {line['density']:.2%} (budget {self.constraint.unit:.2%})"
         return text + f" {line['tokens_per_second']:,} tok/s"
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         return {"constraint": asdict(self.constraint)} if self.constraint else {}
 
     def put_back(self, state: dict[str, Any]) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ..data.batches import Batches
 from ..models.loading import is_gated
-from ..models.memory import out_of_memory
 from ..runs import distributed
 from ..runs.rows import EvaluationRow
 
@@ -111,6 +110,14 @@ def measure(
         model.train(was_training)
     torch.cuda.empty_cache()  # not in the handler: the traceback holds the tensors that were too many
     return measure(model, batches, start, count, micro_batch=micro_batch // 2, base=base, autocast=autocast)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether this says that memory ran out, on a GPU or in PyTorch's and Python's words for a CPU."""
+    words = ("not enough memory", "can't allocate memory", "cannot allocate memory", "out of memory", "alloc_failed")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+    )
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ Disk     = checkpoints, the best state, models, tokenised text.
 import dataclasses
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..models.architectures import dimensions
 from ..models.loading import SAFE, refusing
 from ..runs import distributed
 from ..runs.run import free_disk
-from .compilation import COMPILE_FROM
+from .copies import COMPILE_FROM
 from .dry_run import count_step, time_step
 from .sparsify import STEERING_SHARE, check_length, disk, overridden
 
@@ -175,7 +176,7 @@ class Job:
 
     @property
     def compiled(self) -> bool:
-        """Whether the run will compile its blocks (compilation.compiles)."""
+        """Whether the run will compile its blocks (copies.compiles)."""
         training = self.settings.training
         auto = training.compile == "auto" and training.steps >= COMPILE_FROM and not self.sharded
         return self.gpu and (training.compile == "yes" or auto)
@@ -209,15 +210,15 @@ class Job:
 
     def advice(self, available: float) -> str:
         """The first of a few changes with which it would fit, as the end of a sentence."""
-        least = dict(micro_batch=1, gradient_checkpointing=True)
-        tries: dict[str, dict[str, Any]] = {"--micro-batch 1": dict(micro_batch=1)}
+        least = partial(self.changed, micro_batch=1, gradient_checkpointing=True)
+        tries = {"--micro-batch 1": partial(self.changed, micro_batch=1)}
         tries["--micro-batch 1 --gradient-checkpointing"] = least
         if self.gpus > 1 and not self.sharded:
-            tries["FSDP2 (--sharded) with --micro-batch 1 --gradient-checkpointing"] = least | dict(sharded=True)
+            tries["FSDP2 (--sharded) with --micro-batch 1 --gradient-checkpointing"] = partial(least, sharded=True)
         if not self.settings.training.lora:
-            tries["--lora 16 --micro-batch 1 --gradient-checkpointing"] = least | dict(lora=16)
-        for words, changes in tries.items():
-            need = sum(self.changed(**changes).memory().values())
+            tries["--lora 16 --micro-batch 1 --gradient-checkpointing"] = partial(least, lora=16)
+        for words, changed in tries.items():
+            need = sum(changed().memory().values())
             if need <= available:
                 return f"; {words} would need {need / GIB:.1f}"
         return "; no setting of this command makes it fit: use more or larger GPUs, or shorter sequences"

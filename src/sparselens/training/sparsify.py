@@ -8,6 +8,7 @@
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -100,19 +101,20 @@ def sparsify_into(
     with autocast:
         reference = measure(base, batches, 0, steering, micro_batch=micro).losses
     report_from, report_count = report_slice(batches)
-    common: dict[str, Any] = dict(batches=batches, settings=training, steering=steering, reference=reference, say=say,
-                                  show_progress=show_progress)  # fmt: skip
+    kl = settings.loss == "kl"
+    stage = functools.partial(
+        Stage, batches=batches, settings=training, steering=steering, reference=reference, say=say,
+        show_progress=show_progress, teacher=base if kl else None,
+    )  # fmt: skip
 
     def result(model: nn.Module) -> Measurement:
         with autocast:
             return measure(model, batches, report_from, report_count, micro_batch=micro, base=base)
 
     rows = [result(base).row(str(run.record["config"]["model"]), "base")]
-    kl = settings.loss == "kl"
-    common["teacher"] = base if kl else None
     control_loss = None
     if settings.control:
-        control = _control(run, source, tokenizer, common, resume)
+        control = _control(run, source, tokenizer, stage, training, resume)
         rows.append(result(control).row(str(run.path / "control" / "model"), "control"))
         with autocast:
             control_loss = measure(control, batches, 0, steering, micro_batch=micro).loss
@@ -127,7 +129,7 @@ def sparsify_into(
     budget = f"least loss with at most {settings.density:.2%} of the edges" if settings.density else "fewest edges"
     trained = "KL to base" if kl else "cross-entropy"
     say(f"{budget}, trained on {trained}; target: {_target_of(settings)} at most {target:.4f} nats")
-    best = train(Stage("sparse", sparse, folder=run.path, constraint=constraint, **common), resume)
+    best = train(stage("sparse", sparse, folder=run.path, constraint=constraint), resume)
     plain = distributed.collect(sparse, into=gated_copy(source, settings)) if distributed.sharded() else sparse
     distributed.on_main(lambda: save(plain, tokenizer, run.path / "model"))
     rows.append(result(sparse).row(str(run.path / "model"), "sparse"))
@@ -169,16 +171,17 @@ def report_slice(batches: Batches) -> tuple[int, int]:
 
 
 def _control(
-    run: Run, base: nn.Module, tokenizer: PreTrainedTokenizerBase | None, common: dict[str, Any], resume: bool
-) -> nn.Module:
+    run: Run, base: nn.Module, tokenizer: PreTrainedTokenizerBase | None, stage: Callable[..., Stage],
+    training: Training, resume: bool,
+) -> nn.Module:  # fmt: skip
     """The same training without gates. A finished one is not trained again."""
     folder = run.path / "control"
     if (folder / "model").is_dir():
         model: nn.Module = load(folder / "model")[0]
         return distributed.place(model, distributed.device(), blocks(model))
-    model = dense_copy(base, common["settings"])
-    train(Stage("control", model, folder=folder, **common), resume and folder.is_dir())
-    plain = distributed.collect(model, into=dense_copy(base, common["settings"])) if distributed.sharded() else model
+    model = dense_copy(base, training)
+    train(stage("control", model, folder=folder), resume and folder.is_dir())
+    plain = distributed.collect(model, into=dense_copy(base, training)) if distributed.sharded() else model
     distributed.on_main(lambda: save(plain, tokenizer, folder / "model"))
     return model
 
@@ -241,7 +244,7 @@ def loss_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def overridden(settings: Settings, text: Text, changes: dict[str, Any]) -> tuple[Settings, Text]:
+def overridden(settings: Settings, text: Text, changes: Mapping[str, object]) -> tuple[Settings, Text]:
     """Both with every change in the field of that name, wherever it is: steps=500 is one of `Sparsify.training`."""
     left = dict(changes)
     settings, text = _replaced(settings, left), _replaced(text, left)
@@ -253,7 +256,7 @@ def overridden(settings: Settings, text: Text, changes: dict[str, Any]) -> tuple
     return settings, text
 
 
-def _replaced(settings: Any, changes: dict[str, Any]) -> Any:
+def _replaced(settings: Any, changes: dict[str, object]) -> Any:
     """With the changes it has fields for, which are taken out; all at once, as one may be wrong without another."""
     values = {}
     for field in dataclasses.fields(settings):

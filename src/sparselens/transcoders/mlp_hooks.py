@@ -38,7 +38,7 @@ def _reading(model: nn.Module, hook: str, keep: Callable[[int, Tensor], None]) -
         norms = [parts(model, layer).mlp_norm for layer in range(len(modules))]
         modules = [mlp if norm is None else norm for mlp, norm in zip(modules, norms, strict=True)]
 
-    def read(layer: int, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def read(layer: int, module: nn.Module, arguments: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> None:
         keep(layer, arguments[0] if arguments else next(iter(keywords.values())))
 
     with hooked([m.register_forward_pre_hook(partial(read, i), with_kwargs=True) for i, m in enumerate(modules)]):

@@ -33,10 +33,9 @@ from ..training.engine import Progress, Trainee
 from ..training.measure import in_bf16
 from ..training.sparsify import Data, batches_of, check_length, length_of, overridden, source_name
 from .evaluation import measure_fit, measure_replacement, tokens_of
-from .files import FOLDER
 from .losses import Learner, Losses
 from .mlp_hooks import observe
-from .transcoder import Transcoder
+from .transcoder import FOLDER, Transcoder
 
 CALIBRATION = 1 << 14  # tokens from which BatchTopK's thresholds are measured
 BETAS = (0.9, 0.99)
@@ -183,9 +182,10 @@ class TranscoderStage(Trainee):
         """FVU, L0 and replacement loss on held-out sequences."""
         count = min(self.settings.evaluate_sequences, self.batches.n_heldout)
         # The model runs in the training's precision, the transcoder in fp32: that is how it is saved and will be used.
-        options: dict[str, Any] = {"micro_batch": min(self.settings.batch, count), "autocast": self.autocast()}
-        fit = measure_fit(self.model, transcoder, self.batches, count, **options)
-        return {**fit, **measure_replacement(self.model, transcoder, self.batches, count, **options)}
+        micro, autocast = min(self.settings.batch, count), self.autocast()
+        what = self.model, transcoder, self.batches, count
+        fit = measure_fit(*what, micro_batch=micro, autocast=autocast)
+        return {**fit, **measure_replacement(*what, micro_batch=micro, autocast=autocast)}
 
     def describe(self, line: MetricsLine) -> str:
         text = f"FVU {line['fvu']:.4f} L0 {line['l0']:.1f} dead {line['dead_share']:.1%}"

@@ -2,66 +2,64 @@
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from ...runs.about import about
-from ...runs.run import Run
-from ..packing import finite, pack_margins, pack_weights, read_tensors
-from . import Section
+from ...runs.rows import AttentionRows, PromptRow
+from ...runs.run import Run, about
+from . import Section, finite, pack_margins, pack_weights, read_tensors
 
 BUDGET = 3_200_000  # characters of base64 for all prompts; the page stays under 5 MB
 
 
-def attention(run: Run, budget: int = BUDGET) -> dict[str, Any] | None:
+def attention(run: Run, budget: int = BUDGET) -> dict[str, object] | None:
     """Prompts with tokens, answers, packed weights and margins; `left_out` says what the budget did not allow.
 
     Every prompt gets its share of the budget.
     """
     if not (run.path / "attention" / "attention.json").is_file():
         return None
-    rows = run.read("attention/attention.json")
-    prompts, left_out, room = list[dict[str, Any]](), [], budget
+    rows: AttentionRows = run.read("attention/attention.json")
+    prompts, left_out, room = list[dict[str, object]](), list[str](), budget
     for i, prompt in enumerate(rows["prompts"]):
         share = room / (len(rows["prompts"]) - i)  # what earlier prompts did not need is there for later ones
-        packed = _fitting(prompt, run.path / "attention", share)
-        if packed is None and not prompts:
-            packed = _fitting(prompt, run.path / "attention", room)  # rather one prompt than none
-        if packed is None:
+        found = _fitting(prompt, run.path / "attention", share)
+        if found is None and not prompts:
+            found = _fitting(prompt, run.path / "attention", room)  # rather one prompt than none
+        if found is None:
             left_out.append(f"the prompt {prompt['text'][:60]!r}")
             continue
-        if len(packed["models"]) < len(prompt["models"]):
+        packed, size, whole = found
+        if not whole:
             left_out.append(f"the control's maps of {prompt['text'][:60]!r}")
-        room -= _size(packed)
+        room -= size
         prompts.append(packed)
-    kept = {"shape": rows.get("shape"), "notes": rows.get("notes"), "filled": about(run).filled}
-    return finite(kept | {"prompts": prompts, "left_out": left_out})
+    told = {"shape": rows.get("shape"), "notes": rows.get("notes"), "filled": about(run).filled}
+    return finite(dict[str, object](told) | {"prompts": prompts, "left_out": left_out})
 
 
-def _fitting(prompt: dict[str, Any], folder: Path, room: float) -> dict[str, Any] | None:
-    """The prompt in 16 bits, in 8, or in 8 without its control: the first that fits, or None."""
+def _fitting(prompt: PromptRow, folder: Path, room: float) -> tuple[dict[str, object], int, bool] | None:
+    """The prompt in 16 bits, in 8, or in 8 without its control: the first that fits, its size, if it is whole."""
     tensors = read_maps(folder / Path(prompt["file"]).name)  # beside attention.json, wherever the name points
     for bits, without in ((16, ""), (8, ""), (8, "control")):
-        packed = _prompt(prompt, tensors, bits, without)
-        if _size(packed) <= room:
-            return packed
+        packed, size = _prompt(prompt, tensors, bits, without)
+        if size <= room:
+            return packed, size, without not in prompt["models"]
     return None
 
 
-def _size(packed: dict[str, Any]) -> int:
-    arrays = (model[name] for model in packed["models"].values() for name in ("weights", "margin") if name in model)
-    return sum(len(array["data"]) for array in arrays)
-
-
-def _prompt(prompt: dict[str, Any], tensors: dict[str, np.ndarray], bits: int, without: str) -> dict[str, Any]:
-    models: dict[str, dict[str, Any]] = {}
-    for role, answer in prompt["models"].items():
+def _prompt(row: PromptRow, tensors: dict[str, np.ndarray], bits: int, without: str) -> tuple[dict[str, object], int]:
+    """The prompt without one of its models, and how many characters its maps take."""
+    models, size = dict[str, object](), 0
+    for role, answer in row["models"].items():
         weights, margins = tensors[f"{role}.weights"], tensors.get(f"{role}.margin")
         if role != without:
-            models[role] = answer | {"weights": pack_weights(weights, bits), "open": int((weights > 0).sum())}
-            models[role] |= {} if margins is None else {"margin": pack_margins(margins)}
-    return {"text": prompt["text"], "tokens": prompt["tokens"], "cut": prompt.get("cut", False), "models": models}
+            maps = {"weights": pack_weights(weights, bits)}
+            maps |= {} if margins is None else {"margin": pack_margins(margins)}
+            models[role] = {**answer, **maps, "open": int((weights > 0).sum())}
+            size += sum(len(array["data"]) for array in maps.values())
+    told = {"text": row["text"], "tokens": row["tokens"], "cut": row.get("cut", False), "models": models}
+    return told, size
 
 
 def read_maps(path: Path) -> dict[str, np.ndarray]:

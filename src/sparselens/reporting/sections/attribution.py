@@ -13,10 +13,8 @@ from typing import Any, cast
 import numpy as np
 
 from ...attribution.rows import TraceRows
-from ...runs.about import about
-from ...runs.run import Run, read_json
-from ..packing import finite, read_tensors, short
-from . import Section
+from ...runs.run import Run, about, read_json
+from . import Section, finite, read_tensors, short
 
 MOST_LINKS = 40  # of an edge's departure and arrival each
 MOST_NODES, MOST_EDGES = 400, 3000
@@ -49,7 +47,7 @@ def read_trace(path: Path) -> TraceRows:
     return cast(TraceRows, found)
 
 
-def traces(run: Run) -> list[dict[str, Any]]:
+def traces(run: Run) -> list[dict[str, object]]:
     """Every traced prompt found in the Run; a trace made --against another model counts as two."""
     found = []
     for path in trace_files(run.path):
@@ -61,7 +59,7 @@ def traces(run: Run) -> list[dict[str, Any]]:
     return found
 
 
-def one_trace(value: Mapping[str, Any], name: str) -> dict[str, Any]:
+def one_trace(value: Mapping[str, Any], name: str) -> dict[str, object]:
     """trace.json with names made indices, lists cut to what fits, and nothing missing that the page needs."""
     clusters = [_cluster(cluster) for cluster in value.get("clusters", [])]
     place = {cluster["name"]: i for i, cluster in enumerate(clusters)}
@@ -76,7 +74,7 @@ def one_trace(value: Mapping[str, Any], name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _main(main: dict[str, Any] | None, edges: list[dict[str, Any]], place: dict[str, int]) -> dict[str, Any] | None:
+def _main(main: dict[str, Any] | None, edges: list[dict[str, Any]], place: dict[str, int]) -> dict[str, object] | None:
     """Which edge the tracing looked at closely, and what closing its links did."""
     if not main:
         return None
@@ -86,7 +84,7 @@ def _main(main: dict[str, Any] | None, edges: list[dict[str, Any]], place: dict[
     return {"edge": at, **finite({name: closed.get(name) for name in ("n_links", "predicted", "measured")})}
 
 
-def _look(look: dict[str, Any]) -> dict[str, Any]:
+def _look(look: dict[str, Any]) -> dict[str, object]:
     """Why a head looks there. `closing` in words: which source the gate could not do without."""
     closing = [f"{one['source']} (margin {one['margin_without']:.2f})" for one in look.get("closing") or []]
     return dict(short(look | {"closing": closing}, 6))
@@ -111,7 +109,7 @@ def _edge(edge: dict[str, Any], place: dict[str, int]) -> dict[str, Any] | None:
     return finite(numbers) | links | ends | {"heads": heads}
 
 
-def features(folder: Path) -> dict[str, Any] | None:
+def features(folder: Path) -> dict[str, object] | None:
     """The kept nodes and edges of a saved Graph as columns, most influential first; None where none was saved."""
     if not (folder / "graph.safetensors").is_file():
         return None
@@ -126,7 +124,7 @@ def features(folder: Path) -> dict[str, Any] | None:
     edges = np.flatnonzero(table["edge_kept"].astype(bool) & (place[table["source"]] >= 0) & (place[target] >= 0))
     edges = edges[np.argsort(-np.abs(table["weight"][edges]), kind="stable")][:MOST_EDGES]
     columns = ("kind", "layer", "position", "index", "value", "influence")
-    found: dict[str, Any] = {
+    found: dict[str, object] = {
         "kinds": KINDS, **{name: table[name][kept].tolist() for name in columns},
         "from": place[table["source"][edges]].tolist(), "to": place[target[edges]].tolist(),
         "weight": table["weight"][edges].tolist(),

@@ -18,11 +18,9 @@ import numpy as np
 from ...circuits.circuit import Circuit
 from ...circuits.rows import TASK, ComparisonRows, Reading, Results, TaskRow, comparison, wording
 from ...models.component_graph import Components
-from ...runs.about import about
-from ...runs.run import Run, read_json
-from ..packing import finite, short
+from ...runs.run import Run, about, read_json
 from ..readings import ordered, question, scope_of
-from . import Section
+from . import Section, finite, short
 
 MOST, FEWER = 3000, 1000  # edges to draw per model; of attention edges beyond the headline reading
 ROLES = ("dense", "control", "sparse")

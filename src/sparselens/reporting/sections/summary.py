@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...circuits.rows import MEAN, MultiplierRow, wording
-from ...runs.about import About, about
-from ..packing import finite
+from ...runs.rows import EvaluationRow
+from ...runs.run import About, about
 from ..readings import THRESHOLD, count, fewer, ordered
-from . import Section, Shown
+from . import Section, Shown, finite
 from .training import resume_command, title
 
 ROLES = ("base", "control", "sparse")
@@ -20,10 +20,10 @@ Row = dict[str, Any]  # of a file of the Run: evaluation.json, summary.json, run
 Verdict = dict[str, str]  # what a rule says
 
 
-def summary(shown: Shown) -> dict[str, Any]:
+def summary(shown: Shown) -> dict[str, object]:
     """Title, sentence, table, verdicts, provenance."""
     run, circuits = shown.run, shown["circuits"]
-    rows: dict[str, Row] = {row["kind"]: row for row in run.find("evaluation.json", [])}
+    rows: dict[str, EvaluationRow] = {row["kind"]: row for row in run.find("evaluation.json", [])}
     results = run.find("results.json" if run.record.get("kind") == "transcode" else "summary.json", {})
     config, told, task = run.record.get("config", {}), about(run), next(iter((circuits or {}).get("tasks", [])), None)
     found = {
@@ -35,13 +35,13 @@ def summary(shown: Shown) -> dict[str, Any]:
         # Every single number of a transcoder's results.
         "facts": [[key.replace("_", " "), value] for key, value in results.items() if isinstance(value, int | float)]
         if "fvu" in results else [],
-        "per_head": (rows.get("sparse") or {}).get("density_per_head"), "settings": _settings(config),
+        "per_head": rows["sparse"].get("density_per_head") if "sparse" in rows else None, "settings": _settings(config),
         "provenance": run.record.get("provenance", {}),
     }  # fmt: skip
     return finite(found)
 
 
-def _sentence(name: str, rows: dict[str, Row], summary: Row, config: Row, told: About) -> str:
+def _sentence(name: str, rows: dict[str, EvaluationRow], summary: Row, config: Row, told: About) -> str:
     sparse, base = rows.get("sparse"), rows.get("base")
     if "fvu" in summary:
         return (
@@ -64,7 +64,7 @@ def _percent(share: float) -> str:
     return f"{share:.2%}".replace(".00%", "%").replace("%", "\N{NO-BREAK SPACE}%")
 
 
-def _table_row(role: str, row: Row, task: Row | None) -> dict[str, Any]:
+def _table_row(role: str, row: EvaluationRow, task: Row | None) -> dict[str, object]:
     names = ("loss", "loss_standard_error", "kl_to_base", "density", "edges_per_query", "exact", "sequences")
     found = {"role": role} | {name: row.get(name) for name in names}
     name = "dense" if role == "base" else role
@@ -78,7 +78,7 @@ def _table_row(role: str, row: Row, task: Row | None) -> dict[str, Any]:
 
 
 def verdicts(
-    rows: dict[str, Row], summary: Row, config: Row, circuits: Row | None, traces: list[dict[str, Any]]
+    rows: dict[str, EvaluationRow], summary: Row, config: Row, circuits: Row | None, traces: list[Row]
 ) -> list[Verdict]:
     """What met its target and what did not, most important first."""
     circuits = circuits or {}
@@ -99,7 +99,7 @@ def _verdict(state: str, label: str, detail: str) -> Verdict:
     return {"state": state, "label": label, "detail": detail}
 
 
-def _of_training(rows: dict[str, Row], summary: Row, config: Row) -> list[Verdict]:
+def _of_training(rows: dict[str, EvaluationRow], summary: Row, config: Row) -> list[Verdict]:
     sparse, base, control = (rows.get(role) for role in ("sparse", "base", "control"))
     if "fvu" in summary:
         return _of_transcoder(summary)
@@ -110,7 +110,7 @@ def _of_training(rows: dict[str, Row], summary: Row, config: Row) -> list[Verdic
     return training + unseen + _control(base, control) + _layers(sparse)
 
 
-def _constraint(sparse: Row, summary: Row, config: Row, what: str) -> list[Verdict]:
+def _constraint(sparse: EvaluationRow, summary: Row, config: Row, what: str) -> list[Verdict]:
     if "met" not in summary:
         return []
     word = "was met in training" if summary["met"] else "was never met; the closest state was kept"
@@ -123,7 +123,7 @@ def _constraint(sparse: Row, summary: Row, config: Row, what: str) -> list[Verdi
     return [_verdict(state, "Constraint", f"{detail} (step {summary['best_step']})")]
 
 
-def _control(base: Row | None, control: Row | None) -> list[Verdict]:
+def _control(base: EvaluationRow | None, control: EvaluationRow | None) -> list[Verdict]:
     """Whether the recipe does harm by itself."""
     if control is None:
         return [_verdict("care", "Control", "none was trained: the loss may only show adaptation to the text")]
@@ -136,7 +136,7 @@ def _control(base: Row | None, control: Row | None) -> list[Verdict]:
     return [_verdict("care" if worse else "met", "Control", detail)]
 
 
-def _layers(sparse: Row) -> list[Verdict]:
+def _layers(sparse: EvaluationRow) -> list[Verdict]:
     layers = sparse.get("density_per_layer")
     if not layers:
         return []
@@ -147,7 +147,7 @@ def _layers(sparse: Row) -> list[Verdict]:
     return [_verdict("met", "No layer stuck open", detail)]
 
 
-def _of_transcoder(results: dict[str, Any]) -> list[Verdict]:
+def _of_transcoder(results: Row) -> list[Verdict]:
     """What a transcoder is good for: the model must still work with its MLPs replaced."""
     share, dead = results.get("loss_recovered"), results.get("dead_share")
     found = []
@@ -163,7 +163,7 @@ def _of_transcoder(results: dict[str, Any]) -> list[Verdict]:
     return found
 
 
-def _on_unseen(rows: dict[str, Row], summary: Row, config: Row, what: str) -> list[Verdict]:
+def _on_unseen(rows: dict[str, EvaluationRow], summary: Row, config: Row, what: str) -> list[Verdict]:
     """The constraint again, on held-out sequences that steered nothing."""
     if "target" not in summary or "base" not in rows:
         return []
@@ -182,7 +182,7 @@ def _on_unseen(rows: dict[str, Row], summary: Row, config: Row, what: str) -> li
     return [_verdict("met" if value <= limit else "missed", "On unseen text", detail)]
 
 
-def _of_circuit(task: dict[str, Any]) -> list[Verdict]:
+def _of_circuit(task: Row) -> list[Verdict]:
     """The headline reading against both models, all that leads to the answer, and the component graph; no more."""
     multipliers, name = task.get("multipliers", {}), task["name"]
     found, readings = [], ordered(multipliers)
@@ -209,7 +209,7 @@ def _of_reading(task: str, reading: str, baseline: str, thresholds: dict[str, Mu
     return [_verdict(_state(m), f"{words.label} of {task}{against}", detail)]
 
 
-def _of_open_edges(task: dict[str, Any]) -> list[Verdict]:
+def _of_open_edges(task: Row) -> list[Verdict]:
     row = task.get("open_edges")
     if not row:
         return []
@@ -224,7 +224,7 @@ def _state(row: Mapping[str, Any]) -> str:
     return "met" if row["low"] > 1 else "missed" if row["high"] < 1 else "care"
 
 
-def _settings(config: dict[str, Any]) -> list[list[str]]:
+def _settings(config: Row) -> list[list[str]]:
     """The settings worth seeing, in order."""
     training = config.get("training", {})
     wanted = [

@@ -4,18 +4,27 @@ A chart's line names a table and a column of `series`; every table has a column 
 """
 
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
+from ...runs.rows import MetricsLine
 from ...runs.run import Metrics, Run
-from ..packing import short
-from . import Section
+from . import Section, short
 
 MOST = 1500  # points per line
 MOST_COLUMNS = 80  # of a heat map over time
 
 
-def training(run: Run) -> dict[str, Any] | None:
+class Chart(TypedDict):
+    title: str
+    unit: str
+    lines: list[dict[str, object]]  # name, of (table and column), colour, style
+    log: bool
+    share: bool
+
+
+def training(run: Run) -> dict[str, object] | None:
     """{"series", "charts", "per_layer", "best_step", "lead", "how"} of a Run; None without metrics."""
     lines = _lines(run.path)
     if not lines:
@@ -23,7 +32,7 @@ def training(run: Run) -> dict[str, Any] | None:
     return short(_transcoder(lines) if run.record.get("kind") == "transcode" else _sparsified(run, lines))
 
 
-def _sparsified(run: Run, lines: list[dict[str, Any]]) -> dict[str, Any]:
+def _sparsified(run: Run, lines: list[MetricsLine]) -> dict[str, object]:
     config = run.record.get("config", {})
     summary = run.find("summary.json", {})
     control = _lines(run.path / "control")
@@ -54,9 +63,9 @@ def _sparsified(run: Run, lines: list[dict[str, Any]]) -> dict[str, Any]:
         _chart("Speed", "tokens per second", ("sparse", "sparse", "tokens_per_second", "sparse", "line"),
                ("control", "control", "tokens_per_second", "control", "faint")),
     ]  # fmt: skip
-    found = {"series": series, "charts": charts, "best_step": summary.get("best_step")}
     layers = _per_layer(lines, "heldout_density_per_layer", "Density of every layer over time", "held out")
-    return found | {"per_layer": layers} | (BUDGET if config.get("density") else CONSTRAINT)
+    words = BUDGET if config.get("density") else CONSTRAINT
+    return {"series": series, "charts": charts, "best_step": summary.get("best_step"), "per_layer": layers, **words}
 
 
 BUDGET = {
@@ -80,7 +89,7 @@ CONSTRAINT = {
 }
 
 
-def _transcoder(lines: list[dict[str, Any]]) -> dict[str, Any]:
+def _transcoder(lines: list[MetricsLine]) -> dict[str, object]:
     checks = _with(lines, "heldout_fvu")
     series = {
         "training": _columns(thin(lines), "fvu", "l0", "dead_share", "tokens_per_second"),
@@ -109,9 +118,9 @@ def _transcoder(lines: list[dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _chart(title: str, unit: str, *lines: tuple[str, ...], log: bool = False, share: bool = False) -> dict[str, Any]:
+def _chart(title: str, unit: str, *lines: tuple[str, ...], log: bool = False, share: bool = False) -> Chart:
     """Each line: name, table, column, colour, style (line, faint, dashed or points)."""
-    parts = [{"name": n, "of": [table, column], "colour": c, "style": s} for n, table, column, c, s in lines]
+    parts = [dict[str, object](name=n, of=[table, column], colour=c, style=s) for n, table, column, c, s in lines]
     return {"title": title, "unit": unit + (", log scale" if log else ""), "lines": parts, "log": log, "share": share}
 
 
@@ -124,7 +133,9 @@ def _allowed(target: float | None, config: dict[str, Any], steps: int) -> dict[s
     return {"step": at, "loss": [target + slack * max(0.0, 1 - step / steps / until) for step in at]}
 
 
-def _per_layer(lines: list[dict[str, Any]], name: str, title: str, unit: str) -> dict[str, Any] | None:
+def _per_layer(
+    lines: list[MetricsLine], name: Literal["heldout_density_per_layer", "fvu_per_layer"], title: str, unit: str
+) -> dict[str, object] | None:
     """Rows of a heat map, one per layer, at most MOST_COLUMNS steps."""
     kept = thin(_with(lines, name), MOST_COLUMNS)
     if not kept:
@@ -133,22 +144,22 @@ def _per_layer(lines: list[dict[str, Any]], name: str, title: str, unit: str) ->
     return {"title": title, "unit": f"{unit}, log colour", "step": [line["step"] for line in kept], "values": values}
 
 
-def _lines(folder: Path) -> list[dict[str, Any]]:
+def _lines(folder: Path) -> list[MetricsLine]:
     return Metrics.read(folder) if (folder / "metrics.jsonl").is_file() else []
 
 
-def _with(lines: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+def _with(lines: list[MetricsLine], name: str) -> list[MetricsLine]:
     return [line for line in lines if line.get(name) is not None]
 
 
-def thin(lines: list[dict[str, Any]], most: int = MOST) -> list[dict[str, Any]]:
+def thin(lines: list[MetricsLine], most: int = MOST) -> list[MetricsLine]:
     """At most `most` lines, evenly spaced, the first and the last among them."""
     if len(lines) <= most:
         return lines
     return [lines[round(i * (len(lines) - 1) / (most - 1))] for i in range(most)]
 
 
-def _columns(lines: list[dict[str, Any]], *names: str) -> dict[str, list[Any]]:
+def _columns(lines: Sequence[Mapping[str, object]], *names: str) -> dict[str, list[object]]:
     return {name: [line.get(name) for line in lines] for name in ("step", *names)}
 
 
