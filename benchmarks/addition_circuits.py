@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from sparselens import load
-from sparselens.circuits.discover import discover_on, prepare, split
+from sparselens.circuits.discover import Chosen, discover_on, prepare, split
 from sparselens.circuits.faithfulness import THRESHOLDS, multiplier
 from sparselens.circuits.run import Patcher
 from sparselens.circuits.scores import eap, exact
@@ -61,23 +61,20 @@ def agreement(models: dict, scoring) -> dict[str, dict]:
     return rows
 
 
-def multipliers(models: dict, scoring, heldout, n_prompts: int) -> dict[str, dict]:
-    """Edges the dense model and the control need over edges the sparse model needs, per method and threshold."""
+def multipliers(models: dict, prompts: Chosen, n_prompts: int) -> dict[str, dict]:
+    """Edges the dense model and the control need over edges the sparse model needs, per method and threshold.
+
+    (Attention edges: `sparselens compare`.)
+    """
     rows = {}
-    circuits: dict = {}
     for label, changes in METHODS.items():
-        settings = Search(prompts=n_prompts, random_control=False, heads=False, tokens=not rows, **changes)
+        settings = Search(prompts=n_prompts, random_control=False, readings=("components",), **changes)
         found = {
-            name: discover_on(model, "addition", scoring, heldout, settings, say=lambda text: None)
+            name: discover_on(model, "addition", prompts, settings, say=lambda text: None)
             for name, model in models.items()
         }
-        circuits = circuits or found
         rows[label] = _against({name: circuit.curves["components"] for name, circuit in found.items()})
         print(label, {other: row["0.9"] for other, row in rows[label].items()}, flush=True)
-    rows["attention edges by token"] = _against(
-        {name: circuit.curves["corrupted"] for name, circuit in circuits.items()}
-    )
-    print("by token", {other: row["0.9"] for other, row in rows["attention edges by token"].items()}, flush=True)
     return rows
 
 
@@ -101,11 +98,12 @@ def main() -> None:
     for run in arguments.runs:
         loaded = {name: load(run / folder) for name, folder in MODELS.items()}
         models = {name: model for name, (model, _) in loaded.items()}
-        settings = Search(prompts=arguments.prompts)
-        scoring, heldout = split(prepare(list(models.values()), loaded["dense"][1], find("addition"), settings, print))
+        settings = Search(prompts=arguments.prompts, readings=("components",))
+        prompts = prepare(list(models.values()), loaded["dense"][1], find("addition"), settings, print)
+        scoring, _ = split(prompts.mixed)
         found[run.name] = {
             "spearman_with_exact_patching": agreement(models, scoring),
-            "multipliers": multipliers(models, scoring, heldout, arguments.prompts),
+            "multipliers": multipliers(models, prompts, arguments.prompts),
         }
     command = f"python benchmarks/addition_circuits.py {' '.join(f'runs/{run.name}' for run in arguments.runs)}"
     write_json(arguments.out, {"command": command, "versions": provenance()["versions"], "runs": found})

@@ -140,7 +140,9 @@ def about_discover(mo):
 def discover(dense, sl, tokenizer):
     from sparselens.config import Search
 
-    search = Search(prompts=16, points=10, steps=3, heads=False, random_control=False)  # small; see `discover --help`
+    search = Search(
+        prompts=16, points=10, steps=3, readings=("removed", "components"), random_control=False
+    )  # small; see `discover --help`
     circuit = sl.discover(dense, tokenizer, "addition", settings=search)
     found = circuit.results["readings"]["components"]
     print(f"dense: {found['edges_at']['0.9']} of {found['n_edges']} edges explain 90 %")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from reading_rows import THRESHOLDS, multipliers, task_row
 from safetensors.numpy import save_file
 
 from sparselens.circuits.circuit import Circuit
@@ -12,6 +13,7 @@ from sparselens.models.component_graph import Components
 from sparselens.runs.run import write_json
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
+READINGS = ("removed", "share", "corrupted", "learnt", "heads", "heads-corrupted", "components")
 LONE = "a\ud800b"  # half a character: JSON can hold it, UTF-8 cannot
 
 
@@ -23,6 +25,7 @@ def make_run(
     tokens: list[str] | None = None,
     n_edges: int = 60,
     parts: tuple[str, ...] = ("training", "attention", "circuits", "trace"),
+    readings: tuple[str, ...] = READINGS,
     model: str = "tiny-model",
     seed: int = 0,
 ) -> Path:
@@ -45,7 +48,7 @@ def make_run(
     if "attention" in parts:
         write_attention(path / "attention", rng, n_layers, n_heads, tokens)
     if "circuits" in parts:
-        write_circuits(path / "circuits", rng, n_layers, n_heads, n_edges, tokens=tokens)
+        write_circuits(path / "circuits", rng, n_layers, n_heads, n_edges, tokens=tokens, readings=readings)
     if "trace" in parts:
         write_trace(path / "trace", rng, n_layers, n_heads, tokens)
     return path
@@ -113,48 +116,26 @@ def write_circuits(
     n_edges: int,
     task: str = "ioi",
     tokens: list[str] | None = None,
+    readings: tuple[str, ...] = READINGS,
 ) -> None:
+    """results.json of `compare` with these readings, and the component graphs' own files."""
     c = Components(n_layers, n_heads)
     folder.mkdir(parents=True, exist_ok=True)
-    models = {role: _discovered(c, rng, folder, task, role, n_edges) for role in ("dense", "control", "sparse")}
-    dense, sparse = (models[role]["readings"]["components"]["edges_at"] for role in ("dense", "sparse"))
-    thresholds = {
-        t: {
-            "dense_edges": dense[t], "sparse_edges": sparse[t], "multiplier": dense[t] / max(sparse[t], 1), "low": 0.8,
-            "high": 3.0, "n_prompts": 16,
-        }
-        for t in ("0.8", "0.9", "0.95")
-    }  # fmt: skip
-    for role, model in models.items():  # the same, counted in single attention edges
-        alive = min(20 if role == "sparse" else 2 * n_edges, 2000)
-        model["readings"]["corrupted"] = _token_circuit(rng, n_layers, n_heads, tokens or list("36+28="), alive)
-    baselines = {"dense": thresholds, "control": thresholds}
-    multipliers = {"components": baselines, "corrupted": baselines}
-    row = {"multipliers": multipliers, "overlap": None, "models": models}
-    names = {"dense": "dense", "sparse": "sparse"}
-    rows = {"settings": {}, "names": names, "tasks": {task: row}}
+    others = tuple(name for name in readings if name != "components")
+    style = {"tokens": tokens or list("36+28="), "shape": (n_layers, n_heads), "n_prompts": 16}
+    row = task_row(rng, others, **style, task=task, model="tiny-model")
+    if not others:
+        del row["open_edges"]
+    if "components" in readings:
+        for role, model in row["models"].items():
+            model["settings"] = {"selection": "top"}
+            model["readings"]["components"] = _components(c, rng, folder, task, role, n_edges)
+        row["multipliers"]["components"] = multipliers(row["models"], "components")
+    rows = {"settings": {}, "names": {"dense": "dense", "sparse": "sparse"}, "tasks": {task: row}}
     (folder / "results.json").write_text(json.dumps(rows))  # tokens may hold half a character
 
 
-def _token_circuit(rng: np.random.Generator, n_layers: int, n_heads: int, tokens: list[str], alive: int) -> dict:
-    """What attention_curve returns: the best edges first, circuits of some of their prefixes measured."""
-    pairs = np.argwhere(np.broadcast_to(np.tri(len(tokens), dtype=bool), (n_layers, n_heads, len(tokens), len(tokens))))
-    chosen = pairs[rng.permutation(len(pairs))[:alive]]
-    scores = -np.sort(-rng.exponential(1.0, len(chosen))) * rng.choice([1, 1, -1], len(chosen))
-    sizes = [2, 4, 9, 14, *range(40, len(chosen), max(len(chosen) // 20, 40)), len(chosen), len(pairs)]
-    sizes = sorted({n for n in sizes if n <= len(chosen)} | {len(pairs)})
-    effect = np.linspace(0.5, 1.0, len(sizes)).tolist()
-    at = {t: next(n for n, f in zip(sizes, effect, strict=True) if f >= float(t)) for t in ("0.8", "0.9", "0.95")}
-    curve = {"edges": sizes, "effect": effect, "low": [f - 0.02 for f in effect], "high": [f + 0.03 for f in effect]}
-    return {
-        "n_prompts": 16, "length": len(tokens), "example": "".join(tokens), "tokens": tokens, "n_edges": len(pairs),
-        "n_alive": len(chosen), "curve": curve, "edges_at": at, "edges_at_interval": {t: [n, n] for t, n in at.items()},
-        "columns": ["layer", "head", "query", "key", "score", "weight"],
-        "circuit": [[*map(int, at), float(s), float(rng.random())] for at, s in zip(chosen, scores, strict=True)],
-    }  # fmt: skip
-
-
-def _discovered(c: Components, rng: np.random.Generator, folder: Path, task: str, role: str, n_edges: int) -> dict:
+def _components(c: Components, rng: np.random.Generator, folder: Path, task: str, role: str, n_edges: int) -> dict:
     """Random scores, and the curve a search over them would have: sizes are of pruned prefixes."""
     scores = np.where(c.possible, rng.standard_normal(c.possible.shape) ** 3, 0.0)
     circuit = Circuit(c, scores, c.possible)
@@ -163,20 +144,14 @@ def _discovered(c: Components, rng: np.random.Generator, folder: Path, task: str
     sizes = sorted({int(c.prune(c.mask(order[:n])).sum()) for n in asked} | {c.n_edges})
     effect = (1 - np.exp(-np.arange(1, len(sizes) + 1) / 3)).tolist()
     effect[-1] = 1.0
-    at = {t: next(size for size, f in zip(sizes, effect, strict=True) if f >= float(t)) for t in ("0.8", "0.9", "0.95")}
+    at = {t: next(size for size, f in zip(sizes, effect, strict=True) if f >= float(t)) for t in THRESHOLDS}
     circuit.save(folder / f"circuit-{task}-{role}.json")
     band = {"low": [f - 0.05 for f in effect], "high": [f + 0.04 for f in effect]}
-    ranking = [f"a{layer}.h{head}" for layer in range(c.n_layers) for head in range(c.n_heads)]
-    components = {
-        "n_prompts": 16, "n_edges": c.n_edges, "n_edges_scored": c.n_edges, "m_model": 4.9, "m_nothing": 0.1,
-        "checks": {"full": 1e-6, "empty": 1e-6}, "curve": {"edges": sizes, "effect": effect, **band}, "edges_at": at,
-        "edges_at_interval": {t: [n, n] for t, n in at.items()}, "circuit": [],
-        "random": {"edges": [8, c.n_edges], "effect": [0.0, 1.0], "low": [0, 1], "high": [0, 1]},
-    }  # fmt: skip
     return {
-        "task": task, "metric": "logit", "model": role, "sparse": role == "sparse", "settings": {"selection": "top"},
-        "n_prompts_scoring": 16, "n_layers": c.n_layers, "n_heads": c.n_heads, "heads": ranking[:3],
-        "heads_at": {"0.8": 2, "0.9": 3, "0.95": 4}, "readings": {"components": components},
+        "scope": "task", "n_prompts": 16, "n_edges": c.n_edges, "n_edges_scored": c.n_edges, "m_model": 4.9,
+        "m_nothing": 0.1, "checks": {"full": 1e-6, "empty": 1e-6}, "curve": {"edges": sizes, "effect": effect, **band},
+        "edges_at": at, "edges_at_interval": {t: [n, n] for t, n in at.items()}, "circuit": [],
+        "random": {"edges": [8, c.n_edges], "effect": [0.0, 1.0], "low": [0, 1], "high": [0, 1]},
     }  # fmt: skip
 
 

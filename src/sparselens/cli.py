@@ -115,14 +115,14 @@ class Evaluate:
 
 @dataclasses.dataclass(frozen=True)
 class DiscoverCommand:
-    """Find the circuit with which a model does a task: which parts talk to which, and how much that explains."""
+    """Find the circuits with which a model does a task: how few attention edges, heads or parts are enough."""
 
     model: Positional[str]
     """Hugging Face name, model folder, Run or .gguf file."""
     task: str = "ioi"
     """ioi, ioi-long, greater-than, docstring, antonym, induction, addition, or a .jsonl file of your own pairs."""
     out: Path | None = None
-    """Folder for the circuit (circuit.json, MIB's format), results.json and the figures."""
+    """Folder for results.json, the figures and, with components, circuit.json (MIB's format)."""
     json: Path | None = None
     """Write the results to this file."""
     settings: OmitArgPrefixes[Search] = dataclasses.field(default_factory=Search)

@@ -1,6 +1,4 @@
-"""Circuits of single attention edges (head, query, key)."""
-
-import dataclasses
+"""Attention edges of single prompts: against plain hooks on the model itself, against differences, and by hand."""
 
 import numpy as np
 import pytest
@@ -8,107 +6,206 @@ import torch
 from pairs import random_prompts
 from tiny_models import CONFIGS, tiny_model
 
-from sparselens.circuits.attention_edges import MOST, AttentionPatcher, attention_curve, keep_in
-from sparselens.circuits.heads import HeadPatcher
+from sparselens.circuits.attention_edges import AttentionEdges, bytes_per_prompt
+from sparselens.circuits.rankings import by_score, learn_masks, rank
 from sparselens.config import Gate
 from sparselens.models.decoder import Decoder
 from sparselens.models.loading import add_gates
-from sparselens.tasks.prompts import of_common_length
+from sparselens.models.memory import PeakMemory
+
+DENSE_AND_SPARSE = pytest.mark.parametrize("bias", [None, 0.3], ids=["dense", "sparse"])
 
 
-def gated(family: str, bias: float = 0.3):
-    return add_gates(tiny_model(family), Gate(bias=bias))
+def model_of(family, bias):
+    model = tiny_model(family)
+    return model if bias is None else add_gates(model, Gate(bias=bias))
 
 
-@pytest.mark.parametrize("make", [tiny_model, gated], ids=["dense", "gated"])
-@pytest.mark.parametrize("family", CONFIGS)
-def test_all_edges_are_the_model_and_whole_heads_are_heads(family, make):
-    """Keeping every edge of some heads and none of the others is what HeadPatcher does on the unmodified model."""
-    model, prompts = make(family).double(), random_prompts(4, 8)
-    patcher = AttentionPatcher(Decoder(model), prompts)
-    full = patcher.possible
-    kept = [(0, 1), (1, 0), (1, 3)]
-    some = np.zeros_like(full)
-    for layer, head in kept:
-        some[layer, head] = full[layer, head]
-    found = patcher.run(np.stack([full, some, np.zeros_like(full)]))
-    own = prompts.score(prompts.at_reads(model(prompts.clean).logits).double())
-    assert torch.allclose(found[0], own, atol=1e-6)
-    everything = [(layer, head) for layer in range(2) for head in range(4)]
-    assert torch.allclose(found, HeadPatcher(model, prompts).run([everything, kept, []]), atol=1e-5)
+def edges_of(family="llama", bias=None, others="removed", n=4, double=False):
+    model = model_of(family, bias)
+    edges = AttentionEdges(Decoder(model.double() if double else model), random_prompts(n), others)
+    return edges, next(edges.parts())
 
 
-@pytest.mark.parametrize("make", [tiny_model, gated], ids=["dense", "gated"])
-def test_scores_are_mask_gradients_and_sum_to_the_effect(make):
-    model, prompts = make("gpt2").double(), random_prompts(3, 6)
-    patcher = AttentionPatcher(Decoder(model), prompts)
-    scores, possible = patcher.scores(), patcher.possible
-    whole, nothing = patcher.run(np.stack([possible, np.zeros_like(possible)])).mean(1)
-    if make is tiny_model:  # gates jump on the way
-        assert abs(scores.sum() - float(whole - nothing)) < 0.05 * float((whole - nothing).abs())
-    # One edge by central differences at the same five masks (which are run in fp32).
-    at = np.unravel_index(np.abs(scores).argmax(), scores.shape)
-    slope = 0.0
-    for share in (0.1, 0.3, 0.5, 0.7, 0.9):
-        masks = torch.full((2, *scores.shape), share)
-        masks[0][at] += 1e-3
-        masks[1][at] -= 1e-3
-        values = patcher.run(masks).mean(1)
-        slope += float(values[0] - values[1]) / float(masks[0][at].double() - masks[1][at].double()) / 5
-    assert slope == pytest.approx(scores[at], rel=1e-5)
+def by_hooks(model, ids, mask):
+    """Logits with every attention weight multiplied by mask [n, layer, head, query, key]; of ours only the gates."""
+    seen, handles = {}, []
+    for layer, block in enumerate(model.model.layers):
 
+        def keep(_, __, out, layer=layer):
+            seen[layer] = out
 
-def test_closed_edges_are_not_there():
-    """What no gate opens, on either prompt, is not counted, and keeping it or not changes nothing."""
-    model, prompts = gated("gpt2", bias=-0.3), random_prompts(6, 8)
-    decoder = Decoder(model)
-    curve, row = attention_curve(decoder, prompts, prompts, points=8, memory_mb=64)
-    patcher = AttentionPatcher(decoder, prompts)
-    assert 0 < row["n_alive"] < row["n_edges"] == 2 * 4 * 36
-    opened = np.zeros(patcher.shape, bool)
-    for _, _, clean, corrupted in patcher._parts(prompts):
-        seen: list = []
-        decoder.run(clean, keep_in(seen))
-        for layer, ((now, _), (then, _)) in enumerate(zip(seen, corrupted, strict=True)):
-            opened[layer] |= ((now > 0) | (then > 0)).any(0).numpy()
-    assert not patcher.scores()[0][~opened[0]].any()  # (between the two prompts, gates of later layers may open)
-    assert torch.equal(*patcher.run(np.stack([patcher.possible, opened])))
-    assert curve.effects()[-1] == pytest.approx(1.0)
+        def replace(module, _, out, layer=layer):
+            weights = out[1]  # [n, heads, queries, keys]
+            n, heads, tokens, _ = weights.shape
+            v = seen[layer].view(n, tokens, -1, module.head_dim).transpose(1, 2)
+            v = v.repeat_interleave(heads // v.shape[1], 1)
+            mixed = (mask[:, layer].to(weights) * weights) @ v
+            return module.o_proj(mixed.transpose(1, 2).flatten(2)), weights
 
-
-def test_edges_are_listed_best_first_with_weight_and_tokens():
-    """What the report draws: the prefixes the curve has measured, how much each edge weighs, the example's tokens."""
-    model, prompts = gated("llama"), random_prompts(6, 8)
-    prompts = dataclasses.replace(prompts, piece=lambda token: f"w{token}")
-    _, row = attention_curve(Decoder(model), prompts, prompts, points=8, memory_mb=64)
-    listed = [dict(zip(row["columns"], edge, strict=True)) for edge in row["circuit"]]
-    assert len(listed) == row["n_alive"] <= MOST
-    sizes = [abs(edge["score"]) for edge in listed]
-    assert sizes == sorted(sizes, reverse=True) and min(sizes) > 0
-    patcher = AttentionPatcher(Decoder(model), prompts)
-    scores, mask = patcher.scores(), np.zeros((3, *patcher.shape), bool)
-    assert sizes[0] == pytest.approx(np.abs(scores).max()) and row["n_alive"] == (scores != 0).sum()
-    n = row["curve"]["edges"][3]  # a circuit of the curve is the first so many of them
-    for edge in listed[:n]:
-        at = tuple(edge[name] for name in ("layer", "head", "query", "key"))
-        assert edge["score"] == pytest.approx(scores[at])
-        mask[0][at] = True
-    mask[1] = patcher.possible
-    some, whole, nothing = patcher.run(mask).mean(1).tolist()
-    assert (row["m_model"], row["m_nothing"]) == (pytest.approx(whole), pytest.approx(nothing))
-    assert row["curve"]["effect"][3] == pytest.approx((some - nothing) / (whole - nothing), rel=1e-5) and n > 2
-    assert row["tokens"] == [f"w{token}" for token in prompts.clean[0].tolist()]
+        module = block.self_attn
+        handles += [module.v_proj.register_forward_hook(keep), module.register_forward_hook(replace)]
+    options = {"gate_output": "pattern"} if hasattr(model.config, "sparselens") else {}
     with torch.no_grad():
-        output = model(prompts.clean, use_cache=False, output_attentions=True, gate_output="pattern")
-    pattern = torch.stack(output.attentions).mean(1)  # [layers, heads, queries, keys]
-    for edge in listed[:50]:
-        at = tuple(edge[name] for name in ("layer", "head", "query", "key"))
-        assert edge["weight"] == pytest.approx(float(pattern[at]), abs=1e-6)
+        logits = model(ids, use_cache=False, output_attentions=True, **options).logits
+    for handle in handles:
+        handle.remove()
+    return logits
 
 
-def test_positions_mean_the_same_in_all_prompts():
-    prompts = random_prompts(6, 8)
-    prompts.lengths[:] = torch.tensor([8, 7, 7, 7, 6, 8])
-    prompts.position[:] = prompts.position.clamp(max=5)
-    (chosen,) = of_common_length(prompts)
-    assert len(chosen) == 3 and chosen.clean.shape == (3, 7)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma2", "gemma3_text", "olmo2"])
+@DENSE_AND_SPARSE
+def test_random_circuits_are_what_hooks_make_of_the_model(family, bias):
+    model, prompts = model_of(family, bias), random_prompts(n=5)
+    edges = AttentionEdges(Decoder(model), prompts)
+    generator, some = torch.Generator().manual_seed(3), next(edges.parts())
+    for share in (0.0, 0.1, 0.5, 0.9, 1.0):
+        mask = (torch.rand(5, *edges.shape, generator=generator) < share).float()
+        with torch.no_grad():
+            ours = edges.metric(mask, some)
+        theirs = prompts.score(prompts.at_reads(by_hooks(model, prompts.clean, mask)).double())
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("bias", [None, -0.5], ids=["dense", "sparse"])
+def test_all_none_leading_and_closed_edges(family, bias):
+    """All edges are the model, none its silent attention; leading ones are enough; closed ones change no bit."""
+    for others in ("removed", "corrupted", "mean"):
+        edges, some = edges_of(family, bias, others)
+        found = edges.check(some)
+        assert max(found.values()) < 1e-5 and found.get("closed", 0.0) == 0.0
+        assert set(found) == ({"all", "none", "leading", "closed"} if others == "removed" else {"all"})
+
+
+def test_the_self_check_notices_edges_that_are_missing(monkeypatch):
+    edges, some = edges_of()
+    leading = edges.leading(some)
+    leading[:, 0, 0, 5, 2] = False
+    monkeypatch.setattr(edges, "leading", lambda some: leading)
+    with pytest.raises(ValueError, match="self-check failed: with leading edges"):
+        edges.check(some)
+
+
+def test_what_the_others_carry():
+    """corrupted: with no edge kept, the clean prompt's embeddings and the corrupted prompt's attention. mean: by hand,
+    in the last layer, where an edge changes nothing but what its own query reads."""
+    edges, some = edges_of(others="corrupted", double=True)
+    other = AttentionEdges(edges.decoder, edges.prompts, "removed")
+    seen = other.seen(edges.decoder.begin(edges.prompts.corrupted))
+    with torch.no_grad():
+        final = edges.decoder.run(some.embedding, lambda layer, weights, values: seen[layer][0] @ seen[layer][1])
+        by_hand = edges.prompts.score(edges.decoder.unembed(edges.prompts.at_reads(final)).double())
+        torch.testing.assert_close(edges.metric(edges.all(some, 0.0), some), by_hand)
+
+    edges, some = edges_of(others="mean", double=True)
+    last = edges.shape[0] - 1
+    carried = [weights[..., None] * values[:, :, None] for weights, values in edges.seen(some.embedding)]
+    mask = edges.all(some).expand(4, *edges.shape).clone()
+    mask[:, last, 1, :, 0] = 0
+    mean = carried[last].mean(0)[1, :, 0] - carried[last][:, 1, :, 0]  # what changes: [n, queries, d_head]
+
+    def mix(layer, weights, values):
+        z = weights @ values
+        return torch.stack([z[:, 0], z[:, 1] + mean, *z[:, 2:].unbind(1)], 1) if layer == last else z
+
+    with torch.no_grad():
+        final = edges.decoder.run(some.embedding, mix)
+        by_hand = edges.prompts.score(edges.decoder.unembed(edges.prompts.at_reads(final)).double())
+        torch.testing.assert_close(edges.metric(mask, some), by_hand)
+
+
+@DENSE_AND_SPARSE
+@pytest.mark.parametrize("others", ["removed", "corrupted"])
+def test_gradients_are_differences_of_the_metric(bias, others):
+    edges, some = edges_of("gpt2", bias, others, double=True)
+    mask = torch.rand(4, *edges.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    gradient = edges.gradient(mask, some)
+    assert not gradient[:, ~edges.possible].any()
+    strongest = gradient.flatten(1).abs().topk(3).indices
+    for prompt, places in enumerate(strongest.tolist()):
+        for place in places:
+            at = np.unravel_index(place, edges.shape)
+            up, down = mask.clone(), mask.clone()
+            up[prompt][at] += 1e-6
+            down[prompt][at] -= 1e-6
+            with torch.no_grad():
+                slope = (edges.metric(up, some) - edges.metric(down, some))[prompt] / 2e-6
+            assert float(slope) == pytest.approx(float(gradient[prompt][at]), rel=1e-4)
+
+
+def test_integrated_gradients_sum_to_the_effect():
+    edges, some = edges_of("gpt2", others="corrupted", double=True)
+    with torch.no_grad():
+        effect = edges.metric(edges.all(some), some) - edges.metric(edges.all(some, 0.0), some)
+    torch.testing.assert_close(edges.integrated(some).flatten(1).sum(1), effect, rtol=0.1, atol=0.02)
+
+
+def test_places_go_by_size_and_halves_are_scored_again():
+    scores = torch.tensor([[5.0, -4, 3, -2, 1, 0, 0, 0.5]]).view(1, 1, 1, 2, 4)
+    ranks = by_score(scores)
+    assert ranks.places.flatten().tolist() == [0, 1, 2, 3, 4, 6, 7, 5] and ranks.alive.tolist() == [6]
+    asked = []
+
+    def again(mask):
+        asked.append(mask.flatten().bool().tolist())
+        return torch.arange(8.0).view(1, 1, 1, 2, 4)  # the later the better
+
+    ranks = by_score(scores, again)
+    assert asked == [[True] * 3 + [False] * 5, [False, False, True] + [False] * 5]
+    assert ranks.places.flatten().tolist() == [2, 1, 0, 3, 4, 6, 7, 5]
+    assert ranks.kept(torch.tensor([2]), scores).flatten().tolist() == [0, 1, 1, 0, 0, 0, 0, 0]
+
+
+def test_heads_and_random_orders():
+    edges, some = edges_of(bias=0.3)
+    gradient = edges.gradient(edges.all(some), some)
+    for ranking, scores in (("net", gradient), ("gross", gradient.abs())):
+        ranks = rank(edges, some, ranking)
+        sums = scores.sum((-1, -2)).abs().flatten(1)
+        order = ranks.places.flatten(1).argsort(1)
+        assert (sums.gather(1, order).diff(dim=1) <= 1e-6).all() and ranks.alive.tolist() == [8] * 4
+    ranks = rank(edges, some, "random", seed=1)
+    assert torch.equal(ranks.places < ranks.alive.view(-1, 1, 1, 1, 1), gradient != 0)  # those that do something first
+    assert torch.equal(ranks.places, rank(edges, some, "random", seed=1).places)
+    assert not torch.equal(ranks.places, rank(edges, some, "random", seed=2).places)
+
+
+@DENSE_AND_SPARSE
+def test_learnt_masks_reach_the_effect_with_few_edges(bias):
+    edges, some = edges_of("gpt2", bias)
+    found = learn_masks(edges, some, 0.9, steps=120)
+    with torch.no_grad():
+        whole, nothing = edges.metric(edges.all(some), some), edges.metric(edges.all(some, 0.0), some)
+        effect = (edges.metric(found.masks.float(), some) - nothing) / (whole - nothing)
+    raised = (whole > nothing) & found.reached
+    assert raised.any() and (effect[raised] >= 0.9).all()
+    assert torch.equal(found.edges, found.masks.flatten(1).sum(1))
+    alive = (edges.gradient(edges.all(some), some) != 0).flatten(1).sum(1)
+    assert found.edges[raised].sum() < 0.8 * alive[raised].sum()
+    # Searched again with these made dear, it finds others.
+    again = learn_masks(edges, some, 0.9, steps=120, taken=found.masks)
+    shared, first = (again.masks & found.masks).flatten(1).sum(1), found.edges
+    both = raised & again.reached
+    assert both.any() and (shared[both].sum() < 0.8 * first[both].sum())
+
+
+def test_prompts_of_several_lengths_are_refused():
+    prompts = random_prompts()
+    prompts.lengths[0] = 7
+    with pytest.raises(ValueError, match="prompts of one length"):
+        AttentionEdges(Decoder(tiny_model("llama")), prompts)
+
+
+@pytest.mark.parametrize("tokens", [8, 48])
+def test_memory_stays_below_its_estimate(tokens):
+    model, prompts = tiny_model("llama"), random_prompts(6, tokens)
+    decoder = Decoder(model)
+    estimate = 6 * bytes_per_prompt(decoder, prompts)
+    edges = AttentionEdges(decoder, prompts, memory_mb=1e4)
+    some = next(edges.parts())
+    with PeakMemory().ignore(model) as memory:
+        ranks = rank(edges, some, "rescored")
+        with torch.no_grad():
+            edges.metric(ranks.kept(ranks.alive // 2, some.embedding), some)
+    assert 0.2 * estimate < memory.peak < estimate

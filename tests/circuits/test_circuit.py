@@ -290,7 +290,7 @@ def test_sizes_and_refinement():
     assert refine(np.array([1, 2, 3]), np.array([0.1, 0.5, 1.0])) == []
     # Three thresholds, three gaps: 0.8 between 4 and 16, 0.9 between 16 and 36, 0.95 between 36 and 100.
     assert refine(np.array([1, 4, 16, 36, 100]), np.array([0.1, 0.7, 0.85, 0.92, 1.0])) == [8, 24, 60]
-    assert refine(np.array([9, 36]), np.array([0.97, 1.0])) == [3], "reached by the first: look below it"
+    assert refine(np.array([9, 36]), np.array([0.99, 1.0])) == [3], "reached by the first: look below it"
     assert refine(np.array([0, 9]), np.array([0.1, 1.0])) == [3] and refine(np.array([9]), np.array([0.1])) == []
     assert refine(np.array([4, 100]), np.array([0.9, 1.0]), (0.9,)) == [2], "reached exactly"
 

@@ -1,8 +1,6 @@
 """Circuits of real (tiny) models: the pieces are the model, scores are derivatives, and the whole walk."""
 
-import itertools
 import json
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,11 +11,10 @@ from pairs import QUIET, chosen, random_prompts, words_task
 from tiny_models import CONFIGS, tiny_model, tiny_tokenizer
 from tracing_setup import biased_model
 
-from sparselens.circuits.attention_edges import AttentionPatcher
+from sparselens.circuits.attention_edges import AttentionEdges
 from sparselens.circuits.circuit import Circuit
 from sparselens.circuits.compare import compare, table
 from sparselens.circuits.discover import answered, discover
-from sparselens.circuits.heads import HeadPatcher
 from sparselens.circuits.rows import MultiplierRow, Reading, Results
 from sparselens.circuits.run import Patcher, run_nodes
 from sparselens.circuits.scores import (
@@ -264,7 +261,9 @@ def test_large_vocabularies_count_when_circuits_run(metric):
     with peaks[1]:
         patcher.run(masks)
     with peaks[2]:
-        AttentionPatcher(decoder, prompts, memory_mb=allowed).scores()
+        edges = AttentionEdges(decoder, prompts, "corrupted", memory_mb=allowed)
+        for some in edges.parts():
+            edges.integrated(some)
     assert all(0.2 * allowed < peak.peak / 2**20 < allowed for peak in peaks), [p.peak / 2**20 for p in peaks]
 
 
@@ -281,7 +280,8 @@ def test_logits_are_made_where_they_are_read_alone():
     seen.clear()
     answered(model, prompts)
     Patcher(Decoder(model), prompts)
-    HeadPatcher(model, prompts).run([[]])
+    edges = AttentionEdges(Decoder(model), prompts)
+    edges.check(next(edges.parts()))
     assert seen and max(seen) == 2
 
 
@@ -311,14 +311,15 @@ def test_exact_patching_of_a_big_graph_is_refused_early():
 def test_discover_from_end_to_end(selection, tmp_path):
     model = gated("llama")
     circuit = discover(
-        model, tiny_tokenizer(), chosen([model]), selection=selection, prompts=12, points=8, steps=3, **QUIET
-    )
+        model, tiny_tokenizer(), chosen([model]), selection=selection, prompts=12, points=8, steps=3,
+        readings=("components",), **QUIET,
+    )  # fmt: skip
     found = circuit.results
     row = found["readings"]["components"]
     assert row["n_edges"] == circuit.components.n_edges == row["n_edges_scored"]
     assert row["m_model"] > row["m_nothing"]
     assert row["curve"]["edges"][-1] == row["n_edges"] and row["curve"]["effect"][-1] == pytest.approx(1.0)
-    assert circuit.n_edges == row["edges_at"]["0.9"] and set(found["heads_at"]) == {"0.8", "0.9", "0.95"}
+    assert circuit.n_edges == row["edges_at"]["0.9"]
     assert np.array_equal(circuit.components.prune(circuit.mask), circuit.mask)
     tokens = found["open_edges"]
     assert tokens["n_open"] + tokens["n_proven_absent"] == tokens["n_possible"] == 2 * 4 * 15  # five tokens
@@ -341,16 +342,23 @@ def test_compare_is_paired_and_brings_the_control(tmp_path):
     dense, sparse = tiny_model("gpt2"), gated("gpt2", bias=1.0)
     result = compare(
         dense, sparse, [chosen([dense, sparse])], control=dense, tokenizer=tiny_tokenizer(),
-        settings=Search(prompts=10, points=6, steps=2, heads=False), **QUIET,
+        settings=Search(prompts=10, points=6, steps=2, readings=("removed", "components")), **QUIET,
     )  # fmt: skip
     found = result["tasks"]["words"]["multipliers"]
-    assert list(found) == ["components", "corrupted"]
-    for baselines in found.values():
+    assert list(found) == ["removed", "removed-task", "components"]
+    for reading, baselines in found.items():
         assert list(baselines) == ["dense", "control"] and baselines["control"] == baselines["dense"]
         for thresholds in baselines.values():
-            assert list(thresholds) == ["0.8", "0.9", "0.95", "mean"]
-            assert all(set(row) == set(MultiplierRow.__annotations__) for row in thresholds.values())
-    assert table(result).count("50-95%") == 5  # a row for each, and what it means
+            assert list(thresholds) == ["0.8", "0.9", "0.95", "0.98", *(["mean"] if reading != "removed" else [])]
+            known = MultiplierRow.__required_keys__, set(MultiplierRow.__annotations__)
+            assert all(known[0] <= set(row) <= known[1] for row in thresholds.values())
+    lines = table(result).splitlines()
+    assert len(lines) == 1 + 1 + 3 * 2 + 1 and "all that lead to the answer" in lines[1]
+    opened = result["tasks"]["words"]["open_edges"]
+    counts = [result["tasks"]["words"]["models"][role]["leading"]["per_prompt"] for role in ("dense", "sparse")]
+    ratios = np.log(counts[0]) - np.log(counts[1])
+    assert opened["multiplier"] == pytest.approx(np.exp(ratios.mean())) and opened["control"] == opened["dense"]
+    assert 1 <= opened["low"] <= opened["multiplier"] <= opened["high"] and opened["n_prompts"] == len(counts[0])
     assert len({len(circuit.curves["components"].m_model) for circuit in result.circuits["words"].values()}) == 1
     from sparselens.reporting.figures.circuits import draw_all
 
@@ -360,60 +368,6 @@ def test_compare_is_paired_and_brings_the_control(tmp_path):
     )
     again = draw_all(result, tmp_path / "again")
     assert [path.read_bytes() for path in paths] == [path.read_bytes() for path in again]
-
-
-@pytest.mark.parametrize("n_tasks", [1, 2, 4])
-def test_nothing_in_figure_2_is_cut_off(n_tasks, tmp_path, monkeypatch):
-    from sparselens.reporting.figures import circuits as figures_circuits
-
-    curve = {"edges": [0, 10, 200_000], "effect": [0.0, 0.5, 1.0], "low": [0.0, 0.4, 1.0], "high": [0.0, 0.6, 1.0]}
-    model = {"curve": curve, "n_edges": 200_000}
-    readings = {"components": model, "corrupted": model}
-    row = {"models": {role: {"readings": readings} for role in ("dense", "sparse")}}
-    figures = []
-    monkeypatch.setattr(figures_circuits, "save", lambda figure, path: figures.append(figure))
-    comparison = {"tasks": {f"greater-than-{i}": row for i in range(n_tasks)}}
-    figures_circuits.draw_figure2(comparison, tmp_path, "", "png", 0.9)
-    assert len(figures) == 2
-    for figure in figures:
-        figure.canvas.draw()
-        boxes = [part.get_window_extent() for axis in figure.axes for part in (axis.xaxis.label, axis.title)]
-        assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0 for box in boxes)
-        labels = [axis.xaxis.label.get_window_extent() for axis in figure.axes]
-        assert all(left.x1 < right.x0 for left, right in itertools.pairwise(labels))
-
-
-@pytest.mark.parametrize("n_edges", [30, 3000])
-def test_figure_3_at_both_ends(n_edges, tmp_path):
-    from sparselens.models.component_graph import Components
-    from sparselens.reporting.figures.circuits import draw_circuits
-
-    c, rng = Components(12, 12), np.random.default_rng(0)
-    mask = c.random_circuit(n_edges, rng)
-    circuit = Circuit(c, np.where(mask, rng.normal(size=mask.shape), 0.0), mask)
-    found = {"n_edges": c.n_edges, "edges_at": {"0.9": n_edges}, "circuit": circuit.edges}
-    rows = {"n_layers": 12, "n_heads": 12, "readings": {"components": found}}
-    draw_circuits({"tasks": {"ioi": {"models": {"dense": rows, "sparse": rows}}}}, "ioi", tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 20_000
-
-
-def test_figure_3_of_a_long_circuit(tmp_path):
-    """What is listed in part says so, and one edge that outshines all others does not hide them."""
-    from sparselens.models.component_graph import Components
-    from sparselens.reporting.figures.circuits import draw_circuits
-
-    c, rng = Components(12, 12), np.random.default_rng(0)
-    mask = c.random_circuit(2000, rng)
-    circuit = Circuit(c, np.where(mask, rng.uniform(0.5, 1, size=mask.shape), 0.0), mask)
-    edges = [[edge, score] for edge, score in circuit.edges]
-    edges[0][1] = 1000.0
-    found = {"n_edges": c.n_edges, "edges_at": {"0.9": 9000}, "circuit": edges}
-    rows = {"n_layers": 12, "n_heads": 12, "readings": {"components": found}}
-    draw_circuits({"tasks": {"ioi": {"models": {"dense": rows}}}}, "ioi", tmp_path / "figure.svg")
-    svg = (tmp_path / "figure.svg").read_text()
-    assert "9,000 edges, the strongest 2,000" in svg
-    opacity = [float(x) for x in re.findall(r"stroke-opacity: ([0-9.]+)", svg)]
-    assert len(opacity) > 1000 and sum(x > 0.5 for x in opacity) > len(opacity) / 2
 
 
 def test_command_line(tmp_path, capsys):
@@ -430,7 +384,7 @@ def test_command_line(tmp_path, capsys):
           "--out", str(tmp_path / "out"), *common])  # fmt: skip
     found = json.loads((tmp_path / "d.json").read_text())
     assert found.keys() - {"provenance"} <= Results.__annotations__.keys() and list(found["readings"]) == [
-        "components", "corrupted"
+        "removed", "removed-task", "share", "heads", "heads-corrupted", "components"
     ]  # fmt: skip
     for row in found["readings"].values():
         assert Reading.__required_keys__ <= row.keys() <= Reading.__annotations__.keys()
@@ -438,7 +392,9 @@ def test_command_line(tmp_path, capsys):
     assert (tmp_path / "out" / "figure2.png").is_file() and (tmp_path / "out" / "circuit.json").is_file()
     folder = str(tmp_path / "model")
     main(["compare", folder, folder, "--tasks", str(pairs), "--json", str(tmp_path / "c.json"), *common])
-    assert json.loads((tmp_path / "c.json").read_text())["mine"]["components"]["dense"]["0.9"]["multiplier"] == 1.0
+    found = json.loads((tmp_path / "c.json").read_text())
+    assert all(reading["mine"]["0.9"]["multiplier"] == 1.0 for reading in found["readings"].values())
+    assert found["open_edges"]["mine"]["multiplier"] == 1.0 and found["provenance"]
     pairs.write_text(json.dumps({"clean": "w1 w2", "corrupted": "w1", "answer": " w3", "wrong": " w4"}))
     with pytest.raises(SystemExit):
         main(["discover", str(tmp_path / "model"), "--task", str(pairs)])

@@ -11,12 +11,13 @@ from pairs import QUIET, chosen, random_prompts, words_task
 from tiny_models import tiny_model, tiny_tokenizer
 
 from sparselens import tasks
-from sparselens.circuits.attention_edges import AttentionPatcher, attention_curve
+from sparselens.circuits.attention_edges import AttentionEdges
 from sparselens.circuits.circuit import Circuit
 from sparselens.circuits.compare import compare
 from sparselens.circuits.discover import discover, prepare
 from sparselens.circuits.faithfulness import NoEffect
-from sparselens.circuits.heads import HeadPatcher, open_edges
+from sparselens.circuits.open_edges import open_edges
+from sparselens.circuits.readings import EdgeReader
 from sparselens.circuits.run import Patcher
 from sparselens.circuits.scores import eap
 from sparselens.config import Gate, Search
@@ -37,29 +38,30 @@ def test_common_length_is_common_in_every_group():
     assert len(scoring) == 1 and len(heldout) == 1 and scoring.clean.shape[1] == 8
 
 
-def test_no_length_in_common_leaves_the_token_circuit_out():
-    model = tiny_model("llama")
-    short = list(chosen([model]).pairs)[:8]
-    long = [dataclasses.replace(p, clean=p.clean + " w4 w5", corrupted=p.corrupted + " w4 w5") for p in short]
-    prompts = build(Task("two", None, "logit", tuple(short + long)), tiny_tokenizer(), 16, **QUIET)
-    scoring, heldout = (prompts.take(prompts.lengths == n) for n in (5, 7))
-    with pytest.raises(NoEffect):
-        attention_curve(Decoder(model), scoring, heldout, 4, 64)
+def test_too_few_prompts_of_one_length_are_refused_before_any_work():
+    pairs = [p for p in words_task(40).pairs]
+    pairs = [dataclasses.replace(p, clean=p.clean + " w4" * i, corrupted=p.corrupted + " w4" * i)
+             for i, p in enumerate(pairs[:12])]  # fmt: skip
+    task = Task("mixed", None, "logit", tuple(pairs))
+    with pytest.raises(ValueError, match=r"prompts of one length.*there are 1; at least 4.*--readings components"):
+        discover(tiny_model("llama"), tiny_tokenizer(), task, readings=("removed",), **QUIET)
 
 
 def test_more_processes_than_prompts(monkeypatch):
+    """Each process reads its share of the prompts; together they have read all of them, once."""
+    settings = Search(prompts=3, points=4, readings=("removed",))
     decoder, prompts = Decoder(tiny_model("gpt2")), random_prompts(3, 8)
-    alone = AttentionPatcher(decoder, prompts).scores()
+    alone = EdgeReader(decoder, prompts, settings).leading()["per_prompt"]
     monkeypatch.setattr(distributed, "world", lambda: 4)
     monkeypatch.setattr(distributed, "total", lambda x: x)
     parts = []
     for rank in range(4):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        parts.append(AttentionPatcher(decoder, prompts).scores())
-    assert np.allclose(sum(parts), alone, atol=1e-6)
+        parts.append(EdgeReader(decoder, prompts, settings).leading()["per_prompt"])
+    assert np.array_equal(np.sum(parts, 0), alone) and parts[3] == [0, 0, 0]
 
 
-def test_heads_and_tokens_without_an_effect_are_left_out():
+def test_attention_without_an_effect_is_left_out():
     model = tiny_model("gpt2")
     with torch.no_grad():  # heads write nothing: the embedding and the MLPs do it all
         for block in model.transformer.h:
@@ -74,9 +76,11 @@ def test_heads_and_tokens_without_an_effect_are_left_out():
     task = Task("last", None, "logit", prompts.take((good > 0) & (good - bad > 0.3)).pairs[:24])
     said = []
     found = discover(model, tiny_tokenizer(), task, prompts=12, points=4, steps=1, say=said.append).results
-    assert "heads_at" not in found and list(found["readings"]) == ["components"]
-    assert sum("no effect to explain" in s for s in said) == 2
+    assert "leading" not in found and list(found["readings"]) == ["components"]
+    assert sum("no effect to explain" in s for s in said) == 1
     assert "NaN" not in json.dumps(found)
+    with pytest.raises(NoEffect, match="no effect to explain"):  # where nothing else is asked for
+        discover(model, tiny_tokenizer(), task, prompts=12, readings=("removed",), **QUIET)
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3_text", "llama"])
@@ -84,7 +88,7 @@ def test_pairs_outside_a_window_are_no_pairs(family):
     model, prompts = add_gates(tiny_model(family), Gate(bias=1e4)), random_prompts(4, 8)
     found = open_edges(model, prompts)
     assert found["n_proven_absent"] == 0  # every gate is open
-    assert AttentionPatcher(Decoder(model), prompts).possible.sum() == found["n_open"]
+    assert AttentionEdges(Decoder(model), prompts).n_possible == found["n_open"]
 
 
 def test_open_pairs_by_hand():
@@ -113,16 +117,10 @@ def test_open_pairs_by_hand():
 def test_progress_counts_every_circuit_once():
     """In pieces of two of five prompts; three circuits."""
     model, prompts = tiny_model("llama"), random_prompts(5, 8)
-    patchers = [Patcher(Decoder(model), prompts, memory_mb=0.02), AttentionPatcher(Decoder(model), prompts)]
-    patchers[1].at_once = 2
-    for patcher in patchers:
-        possible = patcher.possible if patcher is patchers[1] else patcher.decoder.components.possible
-        counts: list[int] = []
-        patcher.run(np.stack([possible] * 3), counts.append)
-        assert sum(counts) == 3
-    counts = []
-    HeadPatcher(model, prompts, at_once=2).run([[], [(0, 1)], [(1, 1)]], counts.append)
-    assert counts == [1, 1, 1]
+    patcher = Patcher(Decoder(model), prompts, memory_mb=0.02)
+    counts: list[int] = []
+    patcher.run(np.stack([patcher.decoder.components.possible] * 3), counts.append)
+    assert sum(counts) == 3
 
 
 @pytest.mark.parametrize("gates", [False, True])
@@ -132,7 +130,15 @@ def test_prompts_are_chosen_as_the_model_is_evaluated(gates):
     kept = []
     for mode in (False, True, True):
         model.train(mode)
-        kept.append(prepare([model], tiny_tokenizer(), words_task(300), Search(prompts=100), lambda text: None).pairs)
+        kept.append(
+            prepare(
+                [model],
+                tiny_tokenizer(),
+                words_task(300),
+                Search(prompts=100, readings=("components",)),
+                lambda text: None,
+            ).mixed.pairs
+        )
         assert model.training == mode
     assert kept[0] == kept[1] == kept[2]
 
@@ -215,7 +221,7 @@ def test_two_files_of_one_name(tmp_path):
             model,
             [str(tmp_path / name / "mine.jsonl") for name in "ab"],
             tokenizer=tiny_tokenizer(),
-            settings=Search(prompts=8, points=4, steps=1, heads=False, tokens=False, random_control=False),
+            settings=Search(prompts=8, points=4, steps=1, readings=("components",), random_control=False),
             **QUIET,
         )
 
@@ -253,7 +259,7 @@ def test_every_source_will_do_and_results_are_written(tmp_path):
     save(model, tiny_tokenizer(), tmp_path / "run" / "model")
     save(model, tiny_tokenizer(), tmp_path / "run" / "control" / "model")
     write_json(tmp_path / "run" / "run.json", {"kind": "sparsify", "config": {}, "provenance": {}})
-    quick = {"settings": Search(prompts=8, points=3, steps=1, heads=False, tokens=False), **QUIET}
+    quick = {"settings": Search(prompts=8, points=3, steps=1, readings=("components",)), **QUIET}
     sources = [(model, tiny_tokenizer()), str(tmp_path / "run" / "model"), Run(tmp_path / "run")]
     found = [discover(source, task=task, out=tmp_path / str(i), **quick) for i, source in enumerate(sources)]
     assert [circuit.edges for circuit in found] == [found[0].edges] * 3
@@ -267,7 +273,7 @@ def test_every_source_will_do_and_results_are_written(tmp_path):
     assert {path.name for path in (tmp_path / "both").iterdir()} == {
         "results.json", *(f"circuit-{task.name}-{role}.json" for role in result.circuits[task.name])
     }  # fmt: skip
-    assert list(json.loads((tmp_path / "both.json").read_text())) == [task.name]
+    assert list(json.loads((tmp_path / "both.json").read_text())["readings"]["components"]) == [task.name]
     with pytest.raises(ValueError, match="needs a tokenizer"):
         discover(model, task=task, **quick)
 
@@ -290,7 +296,7 @@ def test_a_task_without_an_effect_does_not_cost_the_others_their_work(monkeypatc
     said: list[str] = []
     options = dict(
         tokenizer=tiny_tokenizer(), say=said.append, show_progress=False,
-        settings=Search(prompts=8, points=4, steps=1, heads=False, tokens=False, random_control=False),
+        settings=Search(prompts=8, points=4, steps=1, readings=("components",), random_control=False),
     )  # fmt: skip
     result = compare(model, model, [bad, good], **options)
     assert list(result["tasks"]) == [good.name] and result["left_out"] == {"bad": "bad: no effect to explain"}

@@ -224,21 +224,15 @@ def test_every_norm_is_frozen(family):
         assert (true * x).sum(-1).abs().max() < 1e-2 < (frozen * x).sum(-1).abs().max()
 
 
-@pytest.fixture
-def components_alone(monkeypatch):
-    """discover asks for heads and tokens by settings that config.Search no longer has."""
-    for name in ("heads", "tokens"):
-        monkeypatch.setattr(Search, name, False, raising=False)
-
-
 @pytest.mark.parametrize("with_gates", [False, True])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_discover(family, with_gates, components_alone):
+def test_discover(family, with_gates):
     model = tiny_model(family)
     model = add_gates(model, Gate(bias=0.3)) if with_gates else model
-    task, settings = chosen([model]), Search(method="gim", prompts=8, points=4, random_control=False)
+    task = chosen([model])
+    settings = Search(readings=("components",), method="gim", prompts=8, points=4, random_control=False)
     circuit = discover(model, tiny_tokenizer(), task, settings=settings, **QUIET)
-    scoring, _ = split(prepare([model], tiny_tokenizer(), task, settings, **QUIET))
+    scoring, _ = split(prepare([model], tiny_tokenizer(), task, settings, **QUIET).mixed)
     wanted = eap(GimDecoder(model), scoring)
     assert np.allclose(circuit.scores, wanted, atol=1e-5 * np.abs(wanted).max())
     assert not np.allclose(circuit.scores, eap(Decoder(model), scoring), atol=1e-2 * np.abs(wanted).max())

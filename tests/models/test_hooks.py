@@ -5,7 +5,7 @@ import torch
 from pairs import random_prompts
 from tiny_models import CONFIGS, tiny_model
 
-from sparselens.circuits.heads import HeadPatcher
+from sparselens.circuits.attention_edges import AttentionEdges
 from sparselens.circuits.run import run_nodes
 from sparselens.config import Gate
 from sparselens.models.architectures import Site
@@ -75,9 +75,10 @@ def test_keeping_all_heads_is_the_model_and_none_is_all_corrupted(gated):
     model, prompts = tiny_model("llama"), random_prompts()
     if gated:
         add_gates(model, Gate(bias=0.5))
-    patcher = HeadPatcher(model, prompts, at_once=3)
-    everything = [(layer, head) for layer in range(2) for head in range(4)]
-    full, none = patcher.run([everything, []])
+    edges = AttentionEdges(Decoder(model), prompts, "corrupted")
+    some = next(edges.parts())
+    with torch.no_grad():
+        full, none = (edges.metric(edges.all(some, share)[..., :1, :1], some) for share in (1.0, 0.0))
     with torch.no_grad():
         own = prompts.score(prompts.at_reads(model(prompts.clean).logits).double())
         with capture(model, ["a0", "a1"]) as corrupted:

@@ -14,11 +14,13 @@ import pytest
 from report_runs import HOSTILE, LONE, make_run, real_trace, rows_in, write_attention, write_circuits
 
 from sparselens.circuits.circuit import Circuit
+from sparselens.circuits.rows import WORDING
 from sparselens.cli import main
 from sparselens.models.component_graph import Components
 from sparselens.reporting import build_page, page, payload
 from sparselens.reporting.packing import OUTSIDE, finite, pack_margins, pack_weights
 from sparselens.reporting.page import embed, joined_scripts, scripts
+from sparselens.reporting.readings import fewer, question
 from sparselens.reporting.sections.attention import attention
 from sparselens.reporting.sections.attribution import KINDS, features, one_trace
 from sparselens.reporting.sections.circuits import drawable
@@ -133,28 +135,55 @@ def test_circuit_numbers_are_the_runs(run):
     shown = payload([run])["runs"][0]["circuits"]["tasks"][0]
     for reading in shown["readings"]:
         for role, model in results["tasks"]["ioi"]["models"].items():
-            for key in ("curve", "edges_at", "edges_at_interval", "n_edges"):
-                assert reading["models"][role][key] == model["readings"][reading["name"]][key], "to the last digit"
-    assert shown["multipliers"] == results["tasks"]["ioi"]["multipliers"]
+            for key in ("curve", "edges_at", "edges_at_interval", "n_edges", "example_curve", "example_at"):
+                found = reading["models"][role].get(key)
+                assert found == model["readings"][reading["name"]].get(key), "to the last digit"
+    for key in ("multipliers", "open_edges"):
+        assert shown[key] == results["tasks"]["ioi"][key]
 
 
 def test_a_new_reading_needs_no_new_reader(run, capsys):
-    """Curve, multipliers, verdicts and figures of a reading nobody has heard of; only its picture is missing."""
+    """Curve, multipliers and figures of a reading nobody has heard of; only its picture is missing."""
     results = json.loads((run / "circuits" / "results.json").read_text())
     row = results["tasks"]["ioi"]
-    row["multipliers"]["removed"] = row["multipliers"]["corrupted"]
+    row["multipliers"] = {"moved": row["multipliers"]["corrupted"]}
     for model in row["models"].values():
         kept = dict(model["readings"]["corrupted"])
         del kept["columns"], kept["tokens"]
-        model["readings"]["removed"] = kept
+        model["readings"]["moved"] = kept
     (run / "circuits" / "results.json").write_text(json.dumps(results))
     shown = payload([run])["runs"][0]
     reading = shown["circuits"]["tasks"][0]["readings"][-1]
-    assert (reading["name"], reading["picture"]) == ("removed", None) and reading["models"]["sparse"]["curve"]
+    assert (reading["name"], reading["picture"]) == ("moved", None) and reading["models"]["sparse"]["curve"]
     labels = [verdict["label"] for verdict in shown["summary"]["verdicts"]]
-    assert {"Circuit (removed) of ioi", "Circuit (removed) of ioi, against the control"} <= set(labels)
+    assert {"Circuit (moved) of ioi", "Circuit (moved) of ioi, against the control"} <= set(labels)
     main(["figures", str(run), "--format", "svg"])
-    assert "figure2-removed.svg" in capsys.readouterr().out
+    assert "figure2-moved.svg" in capsys.readouterr().out
+
+
+def test_the_headline_comes_first_whatever_is_there(tmp_path):
+    """In the order of WORDING, however the file is ordered; a Run may hold any of them."""
+    for readings, first, heads in (
+        (("components", "heads-corrupted", "share", "removed"), "removed", True),
+        (("components",), "components", False),
+        (("heads", "components"), "heads", True),
+        (("learnt",), "learnt", False),
+    ):
+        folder = make_run(tmp_path / first, readings=readings, parts=("circuits",))
+        rows = payload([folder])["runs"][0]
+        task = rows["circuits"]["tasks"][0]
+        assert task["readings"][0]["name"] == first and {r["name"] for r in task["readings"]} == set(readings)
+        sparse = rows["summary"]["table"][-1]
+        assert sparse["circuit_edges"] == task["readings"][0]["models"]["sparse"]["edges_at"]["0.9"]
+        assert (sparse["heads_edges"] is not None) == heads
+        assert build_page(payload([folder]))
+
+
+def test_every_reading_says_what_it_asks_and_of_how_much(run):
+    for reading in payload([run])["runs"][0]["circuits"]["tasks"][0]["readings"]:
+        scope = "task" if reading["name"] == "components" else "prompt"
+        assert reading["scope"] == scope and reading["question"] == question(reading["name"], scope)
+        assert WORDING[reading["name"]].others in reading["question"]
 
 
 def test_results_of_an_earlier_version_are_refused(run):
@@ -172,28 +201,40 @@ def test_the_mean_multiplier_reaches_the_page(tmp_path):
     folder = make_run(tmp_path / "run", parts=("circuits",))
     results = json.loads((folder / "circuits" / "results.json").read_text())
     row = results["tasks"]["ioi"]
-    thresholds = row["multipliers"]["corrupted"]["dense"]
-    row["multipliers"]["corrupted"]["dense"] = thresholds | {"mean": thresholds["0.9"] | {"multiplier": 7.25}}
+    thresholds = row["multipliers"]["components"]["dense"]
+    thresholds["mean"] = thresholds["0.9"] | {"multiplier": 7.25}
     write_json(folder / "circuits" / "results.json", results)
     found = payload([folder])["runs"][0]["summary"]["verdicts"]
-    assert [v["label"] for v in found if "mean ratio from 50 to 95 %: 7.2" in v["detail"]] == ["Attention edges of ioi"]
+    said = [v["label"] for v in found if "mean from 50 to 95 %: 7.2x fewer" in v["detail"]]
+    assert said == ["Component graph of ioi"]
 
 
 def test_attention_edges_are_the_runs(run):
     """Curve and multipliers to the last digit; edges in the Run's order, so that a prefix is a measured circuit."""
     row = json.loads((run / "circuits" / "results.json").read_text())["tasks"]["ioi"]
-    shown = payload([run])["runs"][0]["circuits"]["tasks"][0]["readings"][1]
-    assert (shown["name"], shown["picture"]) == ("corrupted", "tokens")
+    shown = {reading["name"]: reading for reading in payload([run])["runs"][0]["circuits"]["tasks"][0]["readings"]}
+    pictures = {name: reading["picture"] for name, reading in shown.items()}
+    assert pictures == {
+        "removed": "tokens", "share": "tokens", "corrupted": "tokens", "learnt": None, "heads": None,
+        "heads-corrupted": None, "components": "graph",
+    }  # fmt: skip
     for role, model in row["models"].items():
-        found, kept = shown["models"][role], model["readings"]["corrupted"]
-        assert found["curve"] == kept["curve"] and found["edges_at"] == kept["edges_at"]
+        found, kept = shown["removed"]["models"][role], model["readings"]["removed"]
         assert found["tokens"] == kept["tokens"] and found["n_layers"] == 3
         columns = [found["edges"][name] for name in kept["columns"]]
         for edge, expected in zip(zip(*columns, strict=True), kept["circuit"], strict=True):
             assert edge[:4] == tuple(expected[:4])
             assert edge[4:] == pytest.approx(expected[4:], rel=1e-3)
-    labels = [verdict["label"] for verdict in payload([run])["runs"][0]["summary"]["verdicts"]]
-    assert {"Attention edges of ioi", "Attention edges of ioi, against the control"} <= set(labels)
+
+
+def test_a_task_has_four_verdicts_at_most(run):
+    """The headline against both models, then all that leads to the answer, then the component graph."""
+    found = [v for v in payload([run])["runs"][0]["summary"]["verdicts"] if "ioi" in v["label"]]
+    assert [verdict["label"] for verdict in found] == [
+        "Attention edges of ioi", "Attention edges of ioi, against the control", "All of it, ioi",
+        "Component graph of ioi",
+    ]  # fmt: skip
+    assert found[2]["detail"].endswith("55.7x fewer (50.2 to 61.3), n = 16 prompts; no search involved")
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -273,12 +314,17 @@ def test_verdicts_are_rules():
     for low, high, state in ((1.2, 3.0, "met"), (0.8, 3.0, "care"), (0.2, 0.9, "missed")):
         row = {"dense_edges": 60, "sparse_edges": 30, "multiplier": 2.0, "low": low, "high": high, "n_prompts": 8}
         thresholds = {"0.9": row}
-        task = {"name": "ioi", "multipliers": {"components": {"dense": thresholds}}}
-        circuits = {"tasks": [task], "problems": []}
-        assert verdict_of("Circuit of ioi", circuits=circuits) == state
-        assert "mean" not in verdict_of("Circuit of ioi", "detail", circuits=circuits)
-        thresholds["mean"] = row | {"multiplier": 1.44}
-        assert verdict_of("Circuit of ioi", "detail", circuits=circuits).endswith("mean ratio from 50 to 95 %: 1.4")
+        circuits = {"tasks": [{"name": "ioi", "multipliers": {"components": {"dense": thresholds}}}], "problems": []}
+        assert verdict_of("Component graph of ioi", circuits=circuits) == state
+        assert "mean" not in verdict_of("Component graph of ioi", "detail", circuits=circuits)
+        thresholds["mean"] = row | {"multiplier": 0.5}
+        assert verdict_of("Component graph of ioi", "detail", circuits=circuits).endswith("50 to 95 %: 2.0x more")
+
+
+def test_a_ratio_and_its_interval_point_the_same_way():
+    assert fewer({"multiplier": 2.24, "low": 1.9, "high": 2.52}) == "2.2x fewer (1.9 to 2.5)"
+    assert fewer({"multiplier": 0.5, "low": 0.4, "high": 0.8}) == "2.0x more (1.2 to 2.5)"
+    assert fewer({"multiplier": 177.3, "low": 99.0, "high": 1234.5}) == "177x fewer (99.0 to 1,234)"
 
 
 def test_numbers_json_does_not_have():

@@ -3,8 +3,6 @@
 Needs Debian's Chromium (`apt-get install chromium`; or $SPARSELENS_CHROMIUM) and playwright; skipped without them.
 """
 
-import csv
-import io
 import json
 import threading
 from pathlib import Path
@@ -12,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import report_pages
-from PIL import Image
 from report_pages import SECTIONS, needs_browser
 from report_runs import HOSTILE, LONE, make_run
 
@@ -151,128 +148,7 @@ def test_keyboard_reads_heat_maps_and_features(open_page, page_file, run):
     assert trace.locator(".trace .readout b").text_content()
 
 
-def test_keyboard_alone(open_page, page_file):
-    """Tab reaches the slider, arrows drive it and the graph; what a node says follows."""
-    page = open_page(page_file).page
-    page.locator("[data-slider=graph]").focus()
-    before = page.locator("[data-graph=dense] .graph-numbers").text_content()
-    page.keyboard.press("End")
-    assert page.locator("[data-graph=dense] .graph-numbers").text_content() != before
-    graph = page.locator("[data-graph=sparse] canvas")
-    for _ in range(40):
-        page.keyboard.press("Tab")
-        if graph.evaluate("(node) => node === document.activeElement"):
-            break
-    else:
-        pytest.fail("Tab never reached the graph")
-    page.keyboard.press("ArrowRight")
-    assert page.locator("[data-graph=sparse] .readout b").text_content() == "input"
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("Enter")
-    assert page.locator("[data-graph=sparse] .readout b").text_content() != "input"
-
-
 # ---- the numbers are the Run's ----
-
-
-def test_slider_numbers_equal_the_runs_json(open_page, page_file, run):
-    page = open_page(page_file).page
-    models = json.loads((run / "circuits" / "results.json").read_text())["tasks"]["ioi"]["models"]
-    page.locator("[data-toggle=control]").click()
-    stops = sorted({n for model in models.values() for n in model["readings"]["components"]["curve"]["edges"] if n > 0})
-    slider = page.locator("[data-slider=graph]")
-    assert int(slider.get_attribute("max")) == len(stops) - 1
-    for i, stop in enumerate(stops):
-        slider.fill(str(i))
-        for role, model in models.items():
-            curve = model["readings"]["components"]["curve"]
-            at = max((j for j, n in enumerate(curve["edges"]) if 0 < n <= stop), default=None)
-            shown = page.locator(f"[data-graph={role}] .graph-numbers b")
-            edges, effect = shown.nth(0).get_attribute("data-edges"), shown.nth(1).get_attribute("data-effect")
-            assert int(edges) == (0 if at is None else curve["edges"][at])
-            assert float(effect) == (0 if at is None else curve["effect"][at])
-
-
-def test_threshold_shows_what_each_model_needs(open_page, page_file, run):
-    page = open_page(page_file).page
-    models = json.loads((run / "circuits" / "results.json").read_text())["tasks"]["ioi"]["models"]
-    for threshold, label in (("0.8", "80"), ("0.95", "95")):
-        page.locator("#circuits .segments label", has_text=label).locator("input").check(force=True)
-        for role in ("dense", "sparse"):
-            shown = page.locator(f"[data-graph={role}] .graph-numbers b").first.get_attribute("data-edges")
-            assert int(shown) == models[role]["readings"]["components"]["edges_at"][threshold]
-
-
-def test_downloads_hold_the_circuit_shown(open_page, page_file, run):
-    page = open_page(page_file).page
-    card = page.locator("[data-graph=sparse]")
-    size = int(card.locator("b").first.get_attribute("data-edges"))
-
-    def saved(kind):
-        with page.expect_download() as found:
-            card.locator(f"[data-download={kind}]").click()
-        return Path(found.value.path()).read_bytes()
-
-    circuit = json.loads(saved("JSON"))
-    assert circuit["edges"] == len(circuit["circuit"]) == size, "what is drawn is the circuit that was measured"
-    rows = list(csv.reader(io.StringIO(saved("CSV").decode())))
-    assert rows[0] == ["edge", "score"] and [row[0] for row in rows[1:]] == [name for name, _ in circuit["circuit"]]
-    scores = json.loads((run / "circuits" / "circuit-ioi-sparse.json").read_text())["edges"]
-    assert all(abs(scores[name]["score"] - score) <= 1e-5 * abs(score) for name, score in circuit["circuit"])
-    assert b"<svg" in saved("SVG")[:100]
-    assert Image.open(io.BytesIO(saved("PNG"))).width > 600
-
-
-def test_attention_edges_by_token(open_page, page_file, run):
-    """The slider draws the best so many edges; counts, effects, scores and weights are the Run's."""
-    page = open_page(page_file).page
-    models = json.loads((run / "circuits" / "results.json").read_text())["tasks"]["ioi"]["models"]
-    found = {role: model["readings"]["corrupted"] for role, model in models.items()}
-    page.locator("[data-toggle=control]").click()
-    slider = page.locator("[data-slider=tokens]")
-    stops = sorted({n for row in found.values() for n in row["curve"]["edges"]})
-    assert int(slider.get_attribute("max")) == len(stops) - 1
-    pictures = set()
-    for i in (0, 2, len(stops) - 1):
-        slider.fill(str(i))
-        for role, row in found.items():
-            card = page.locator(f"[data-tokens={role}]")
-            at = max(j for j, n in enumerate(row["curve"]["edges"]) if n <= stops[i])
-            numbers = card.locator(".graph-numbers b")
-            assert int(numbers.nth(0).get_attribute("data-edges")) == row["curve"]["edges"][at]
-            assert float(numbers.nth(1).get_attribute("data-effect")) == row["curve"]["effect"][at]
-            pictures.add(card.locator("canvas").evaluate("(canvas) => canvas.toDataURL()"))
-    assert len(pictures) == 9, "every circuit is another picture"
-    assert "Only the 20 drawn carry anything." in page.locator("[data-tokens=sparse]").text_content()
-    slider.fill("1")
-    card, row = page.locator("[data-tokens=sparse]"), found["sparse"]
-    with page.expect_download() as saved:
-        card.locator("[data-download=JSON]").click()
-    circuit = json.loads(Path(saved.value.path()).read_bytes())
-    expected = row["circuit"][: circuit["edges"]]
-    assert circuit["edges"] == 4 == len(circuit["circuit"])
-    for edge, (*place, score, weight) in zip(circuit["circuit"], expected, strict=True):
-        edge = dict(zip(circuit["columns"], edge, strict=True))
-        assert [edge[name] for name in ("layer", "head", "query", "key")] == place
-        assert (edge["score"], edge["weight"]) == pytest.approx((score, weight), rel=1e-3)
-        assert edge["query_token"] == row["tokens"][place[2]] and edge["key_token"] == row["tokens"][place[3]]
-    card.locator("canvas").focus()
-    page.keyboard.press("ArrowRight")
-    (layer, head, query, key, *_), words = expected[0], card.locator(".readout").text_content()
-    reads, read = (row["tokens"][at].strip() for at in (query, key))
-    assert words.startswith(f"{reads} ({query}) reads {read} ({key}) through a{layer}.h{head}")
-
-
-def test_pointing_at_an_attention_edge(open_page, page_file):
-    """Somewhere on the drawn lines the pointer finds an edge, and says which heads it goes through."""
-    page = open_page(page_file).page
-    canvas = page.locator("[data-tokens=sparse] canvas")
-    canvas.scroll_into_view_if_needed()
-    box, told = canvas.bounding_box(), set()
-    for i in range(20):
-        canvas.hover(position={"x": 40 + (box["width"] - 60) * i / 20, "y": box["height"] * 0.6}, force=True)
-        told.add(page.locator("[data-tokens=sparse] .readout").text_content())
-    assert len([words for words in told if "through a0.h" in words]) > 1
 
 
 def test_attention_reading(open_page, page_file, run):

@@ -50,6 +50,7 @@ POINT = """
         { bubbles: true, clientX: box.left + x * box.width, clientY: box.top + y * box.height }));
 """
 GRAPH = "[data-graph=dense] canvas"
+READ = "target.querySelector(`input[value=${{i % 2 ? '{1}' : '{0}'}}]`).click()"  # to and fro, ends at the second
 ACTIONS = {
     "token": (
         "#attention .tokens",
@@ -58,9 +59,11 @@ ACTIONS = {
     "head": ("#attention [data-model=sparse] canvas.focusable", f"{POINT} event(MouseEvent, 0.1 + 0.08 * i, 0.5)"),
     "pair": ("#head-detail canvas", f"{POINT} event(PointerEvent, 0.2, 0.1 + 0.02 * i)"),
     "margins": ("#attention", "target.querySelector(`input[value=${i % 2 ? 'weights' : 'margins'}]`).click()"),
-    "slider": ("[data-slider=graph]", "target.value = 2 + 3 * i; target.dispatchEvent(new Event('input'))"),
+    "removed": ("#circuits", READ.format("components", "removed")),
     "token slider": ("[data-slider=tokens]", "target.value = 2 + 3 * i; target.dispatchEvent(new Event('input'))"),
     "token edge": ("[data-tokens=dense] canvas", f"{POINT} event(PointerEvent, 0.1 + 0.09 * i, 0.5)"),
+    "components": ("#circuits", READ.format("removed", "components")),
+    "slider": ("[data-slider=graph]", "target.value = 2 + 3 * i; target.dispatchEvent(new Event('input'))"),
     "node": (GRAPH, f"{POINT} event(PointerEvent, 0.1 + 0.09 * i, 0.4)"),
     "isolate": (GRAPH, f"{POINT} event(MouseEvent, 0.1 + 0.09 * i, 0.4)"),
     "cursor": ("[data-chart=Density] .plot", f"{POINT} event(PointerEvent, 0.2 + 0.05 * i, 0.5)"),
@@ -114,7 +117,7 @@ def test_theme_button_and_print(open_page, page_file):
     page.emulate_media(media="print")
     assert background() == "rgb(255, 255, 255)"
     assert page.locator(".card").first.evaluate("(e) => getComputedStyle(e).backgroundColor") == "rgb(255, 255, 255)"
-    assert page.locator(".bar").is_hidden() and page.locator("#circuits [data-graph=sparse]").is_visible()
+    assert page.locator(".bar").is_hidden() and page.locator("#circuits [data-tokens=sparse]").is_visible()
     page.set_viewport_size({"width": 700, "height": 900})  # about a sheet of A4
     wide = page.locator(".scroll").evaluate_all("(all) => all.filter((e) => e.scrollWidth > e.clientWidth + 1).length")
     assert wide == 0, "paper does not scroll: no table is cut off"
@@ -175,6 +178,6 @@ def test_screenshot(open_page, page_file, section, scheme, width):
     assert abs(taken.height / reference.height - 1) < 0.12
     assert difference(taken, reference) < TOLERANCE
     # The comparison must be able to fail: without its pictures and numbers the section is another one.
-    what = f"#{section} :is(canvas, svg, td, .detail)"
+    what = f"#{section} :is(canvas, svg, td, tbody th, .detail)"
     page.evaluate(f"document.querySelectorAll('{what}').forEach((e) => {{ e.style.visibility = 'hidden'; }})")
     assert difference(shot(), reference) > TOLERANCE

@@ -123,15 +123,16 @@ def same_circuit(folder: Path) -> None:
     scores = torch.tensor(ours["scores"], dtype=torch.float64)
     torch.testing.assert_close(torch.tensor(theirs["scores"], dtype=torch.float64), scores, atol=1e-6, rtol=1e-4)
     assert ours.keys() == theirs.keys() and scores.abs().max() > 0.01
-    assert (theirs["heads_at"], theirs["heads"]) == (ours["heads_at"], ours["heads"])
-    assert theirs["heads_curve"]["effect"] == pytest.approx(ours["heads_curve"]["effect"], abs=1e-4)
-    both = [(found["readings"]["components"], found["readings"]["corrupted"]) for found in (ours, theirs)]
-    (ours, by_token), (theirs, also_by_token) = both
+    assert theirs["leading"] == ours["leading"]
+    for name, row in ours["readings"].items():
+        other = theirs["readings"][name]
+        assert other["curve"]["effect"] == pytest.approx(row["curve"]["effect"], abs=1e-4), name
+        assert other["edges_at"] == row["edges_at"] and other["ranking" if "ranking" in row else "scope"], name
+    ours, theirs = (found["readings"]["components"] for found in (ours, theirs))
     for key in ("edges_at", "n_prompts", "m_model"):
         assert theirs[key] == pytest.approx(ours[key]), key
     for key in ("curve", "random"):
         assert theirs[key]["effect"] == pytest.approx(ours[key]["effect"], abs=1e-4), key
-    assert also_by_token["edges_at"] == by_token["edges_at"]
 
 
 def resumes_on_one(folder: Path, files: set[str]) -> None:

@@ -1,154 +1,202 @@
-"""Circuits of single attention edges: which (layer, head, query, key) a task needs, in dense and sparse models alike.
+"""Attention edges of single prompts: the model with some of them, the others removed or carrying something else.
 
-An edge carries softmax * gate * value from one token to another. Edges outside a circuit carry what they carry on the
-corrupted prompt; embeddings, MLPs and norms are always live, so m(nothing) is the clean prompt with every edge
-corrupted, as for whole heads. Positions must mean the same in all prompts: those of the most common length are taken.
+An edge (layer, head, query, key) carries softmax * gate * value from one token to another. A circuit is a set of edges;
+embeddings, MLPs and norms are always live. The others carry
 
-Scores: a circuit is a mask over edges, and masks may be fractional. The gradient of the metric with respect to the
-mask, averaged over masks that are 10 %, 30 % ... 90 % everywhere, says what each edge contributes; over all edges it
-sums to m(model) - m(nothing), up to the number of points.
+    removed     nothing: their weight is 0, softmax is not renormalised
+    corrupted   what they carry on the corrupted prompt
+    mean        their mean over the prompts at hand, at the same positions
+
+Every prompt has a circuit of its own here: masks are [n, layer, head, query, key], and may be fractional, so that the
+gradient of the metric with respect to the mask says what each edge does. Prompts are of one length.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
-import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..gating import allowed_pairs
 from ..models.decoder import Decoder
-from ..runs import distributed
-from ..tasks.prompts import Prompts, of_common_length
-from .faithfulness import Curve, NoEffect, log_sizes, refined_curve
-from .rows import Reading
+from ..models.hooks import patch
+from ..tasks.prompts import Prompts
 
-Attended = tuple[Tensor, Tensor]  # weights and values of a layer
-POINTS = 5  # masks at which gradients are taken
-MOST = 2000  # edges to list, best first
-
-
-def keep_in(kept: list[Attended]) -> Callable[[int, Tensor, Tensor], Tensor]:
-    """Plain attention that leaves every layer's (weights, values) in `kept`."""
-
-    def mix(layer: int, weights: Tensor, values: Tensor) -> Tensor:
-        kept.append((weights, values))
-        return weights @ values
-
-    return mix
+Others = Literal["removed", "corrupted", "mean"]
+Layers = list[tuple[Tensor, Tensor]]  # per layer: weights [n, heads, queries, keys], values [n, heads, keys, d_head]
+INTEGRATION = 5  # masks between none of the edges and all at which gradients are taken
+TOLERANCE = 1e-4  # of the largest metric
 
 
-class AttentionPatcher:
-    """Prompts made ready for running circuits of attention edges on them."""
+@dataclass(frozen=True)
+class Some:
+    """Some of the prompts, on the device, with what their other edges carry."""
 
-    def __init__(self, decoder: Decoder, prompts: Prompts, memory_mb: float = 768):
-        d = decoder.dims
-        self.decoder, self.prompts = decoder, prompts.to(next(decoder.model.parameters()).device)
-        tokens = self.prompts.clean.shape[1]
+    prompts: Prompts
+    embedding: Tensor  # [n, tokens, d_model]
+    rest: Layers  # empty where the others carry nothing
+
+
+class AttentionEdges:
+    """Prompts of one length, ready to be run with some of their attention edges."""
+
+    def __init__(self, decoder: Decoder, prompts: Prompts, others: Others = "removed", memory_mb: float = 1024):
+        if prompts.lengths.unique().numel() != 1:
+            raise ValueError("attention edges are counted on prompts of one length; choose them with of_common_length")
+        device = next(decoder.model.parameters()).device
+        self.decoder, self.prompts, self.others = decoder, prompts.to(device), others
+        tokens, d = prompts.clean.shape[1], decoder.dims
         self.shape = (d.n_layers, d.n_heads, tokens, tokens)
         pairs = [allowed_pairs(tokens, tokens, window=part.window)[0] for part in decoder.parts]
-        self.possible = torch.stack(pairs).expand(self.shape).numpy()
-        # Patterns of every layer, several copies of each in the backward pass; logits in fp64, likewise.
-        patterns = 40 * d.n_layers * d.n_heads * tokens**2 + 4e5
-        logits = 60 * self.prompts.position.shape[1] * decoder.vocabulary
-        self.at_once = max(1, int(memory_mb * 2**20 / (patterns + logits)))
+        self.possible = torch.stack(pairs).expand(self.shape).to(device)
+        self.n_possible = int(self.possible.sum())
+        self.at_once = max(1, int(memory_mb * 2**20 / bytes_per_prompt(decoder, prompts)))
+        self._mean: Layers = []
 
-    def run(self, masks: np.ndarray | Tensor, progress: Callable[[int], None] = lambda n: None) -> Tensor:
-        """The metric of every circuit on every prompt: masks [circuits, layer, head, query, key] -> [circuits, n].
+    # ---- running ----
 
-        Several processes share the circuits; and the prompts, for the scores.
-        """
-        masks = torch.as_tensor(masks).float()
-        out = torch.zeros(len(masks), len(self.prompts), dtype=torch.float64)
-        with torch.no_grad():
-            for some, part, clean, corrupted in self._parts(self.prompts):
-                for i, mask in distributed.mine(list(enumerate(masks))):
-                    out[i, some] = self._metric(mask.to(clean), part, clean, corrupted).cpu()
-                    if some.stop >= len(self.prompts):
-                        progress(distributed.world())
-        return distributed.total(out)
-
-    def scores(self) -> np.ndarray:
-        """[layer, head, query, key] fp64, averaged over prompts: positive where the edge raises the metric."""
-        total = torch.zeros(self.shape, dtype=torch.float64)
-        own = self.prompts.take(slice(distributed.rank(), None, distributed.world()))
-        for _, part, clean, corrupted in self._parts(own):
-            for i in range(POINTS):
-                mask = torch.full(self.shape, (i + 0.5) / POINTS, dtype=clean.dtype, device=clean.device)
-                mask.requires_grad_()
-                with torch.enable_grad():
-                    metric = self._metric(mask, part, clean, corrupted).sum()
-                    (gradient,) = torch.autograd.grad(metric, mask)
-                total += gradient.double().cpu()
-        found: np.ndarray = (distributed.total(total) / len(self.prompts) / POINTS).numpy()
-        return np.where(self.possible, found, 0.0)
+    def parts(self) -> Iterator[Some]:
+        """As many prompts at a time as memory allows."""
+        for first in range(0, len(self.prompts), self.at_once):
+            yield self.some(self.prompts.take(slice(first, first + self.at_once)))
 
     @torch.no_grad()
-    def weights(self) -> np.ndarray:
-        """[layer, head, query, key]: what every edge weighs (softmax * gate) on the clean prompts, on average."""
-        total = torch.zeros(self.shape, dtype=torch.float64)
-        for _, _, clean, _ in self._parts(self.prompts):
-            kept: list[Attended] = []
-            self.decoder.run(clean, keep_in(kept))
-            total += torch.stack([weights.double().sum(0).cpu() for weights, _ in kept])
-        return (total / len(self.prompts)).numpy()
+    def some(self, prompts: Prompts) -> Some:
+        rest: Layers = []
+        if self.others == "corrupted":
+            rest = self.seen(self.decoder.begin(prompts.corrupted))
+        elif self.others == "mean":
+            self._mean = rest = self._mean or self._means()
+        return Some(prompts, self.decoder.begin(prompts.clean), rest)
 
-    def _parts(self, prompts: Prompts) -> Iterator[tuple[slice, Prompts, Tensor, list[Attended]]]:
-        """Prompts, their embeddings, and what the corrupted run attends to in every layer."""
-        for first in range(0, len(prompts), self.at_once):
-            some = slice(first, first + self.at_once)
-            part = prompts.take(some)
-            clean, other = (self.decoder.begin(ids) for ids in (part.clean, part.corrupted))
-            corrupted: list[Attended] = []
-            with torch.no_grad():
-                self.decoder.run(other, keep_in(corrupted))
-            yield some, part, clean, corrupted
+    @torch.no_grad()
+    def seen(self, embedding: Tensor) -> Layers:
+        """What every layer's edges weigh, and the values they carry, in the whole model."""
+        seen: Layers = []
 
-    def _metric(self, mask: Tensor, part: Prompts, x: Tensor, corrupted: list[Attended]) -> Tensor:
         def mix(layer: int, weights: Tensor, values: Tensor) -> Tensor:
-            old_weights, old_values = corrupted[layer]
-            return (mask[layer] * weights) @ values + ((1 - mask[layer]) * old_weights) @ old_values
+            seen.append((weights, values))
+            return weights @ values
 
-        return part.score(self.decoder.unembed(part.at_reads(self.decoder.run(x, mix))).double())
+        self.decoder.run(embedding, mix)
+        return seen
+
+    def _means(self) -> Layers:
+        """What every edge carries on average over all prompts: (1, [heads, queries, keys, d_head])."""
+        total: list[Tensor] = []
+        for first in range(0, len(self.prompts), self.at_once):
+            some = self.prompts.take(slice(first, first + self.at_once))
+            for layer, (weights, values) in enumerate(self.seen(self.decoder.begin(some.clean))):
+                carried = torch.einsum("nhqk,nhke->hqke", weights, values)
+                if layer < len(total):
+                    total[layer] += carried
+                else:
+                    total.append(carried)
+        return [(torch.ones(1), carried / len(self.prompts)) for carried in total]
+
+    def metric(self, mask: Tensor, some: Some) -> Tensor:
+        """The metric of every prompt [n] fp64 with these edges; mask [n or 1, layer, head, query, key].
+
+        Also [n or 1, layer, head, 1, 1], for whole heads.
+        """
+
+        def mix(layer: int, weights: Tensor, values: Tensor) -> Tensor:
+            kept = (mask[:, layer] * weights) @ values
+            if self.others == "removed":
+                return kept
+            old_weights, old_values = some.rest[layer]
+            left = 1 - mask[:, layer]
+            if self.others == "mean":
+                return kept + torch.einsum("nhqk,hqke->nhqe", left.expand(weights.shape), old_values)
+            return kept + (left * old_weights) @ old_values
+
+        final = self.decoder.run(some.embedding, mix)
+        return some.prompts.score(self.decoder.unembed(some.prompts.at_reads(final)).double())
+
+    def all(self, some: Some, value: float = 1.0) -> Tensor:
+        """The mask with every edge in (or that much of it), [1, layer, head, query, key]."""
+        return some.embedding.new_full((1, *self.shape), value)
+
+    # ---- what an edge does: [n, layer, head, query, key] ----
+
+    def gradient(self, mask: Tensor, some: Some) -> Tensor:
+        """d metric / d edge of every prompt, with these edges in."""
+        mask = mask.expand(len(some.prompts), *self.shape).detach().clone().requires_grad_()
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(self.metric(mask, some).sum(), mask)
+        return gradient * self.possible
+
+    def integrated(self, some: Some) -> Tensor:
+        """Integrated gradients over the mask, from none of the edges to all: what each contributes."""
+        total = torch.zeros(len(some.prompts), *self.shape, device=some.embedding.device, dtype=some.embedding.dtype)
+        for i in range(INTEGRATION):
+            total += self.gradient(self.all(some, (i + 0.5) / INTEGRATION), some)
+        return total / INTEGRATION
+
+    def leading(self, some: Some) -> Tensor:
+        """bool: the edge carries something, and what it changes can reach a position that is read.
+
+        A closed edge carries nothing, but its key still counts in its query's softmax: what leads to that key leads on.
+        """
+        used = F.one_hot(some.prompts.position, self.shape[-1]).bool() & some.prompts.used[..., None]
+        needed = used.any(1)  # [n, tokens]: positions whose residual stream matters
+        layers = []
+        for layer, (weights, _) in reversed(list(enumerate(self.seen(some.embedding)))):
+            layers.append((weights > 0) & needed[:, None, :, None])
+            needed = needed | (self.possible[layer, 0] & needed[..., None]).any(1)
+        return torch.stack(layers[::-1], 1)
+
+    # ---- does it hold together ----
+
+    @torch.no_grad()
+    def check(self, some: Some) -> dict[str, float]:
+        """Relative errors of the metric; ValueError where one is not nothing.
+
+        all: every edge kept is the model's own answer. none: every edge removed is the model with silent attention.
+        leading: the edges that lead to the answer are enough. closed: removing what carries nothing changes nothing, to
+        the last bit.
+        """
+        model, prompts = self.decoder.model, some.prompts
+
+        def own() -> Tensor:
+            return prompts.score(prompts.ask(model, prompts.clean).double())
+
+        # A gate within rounding of its threshold may open here and close there: a few prompts may differ.
+        flips = len(prompts) // 10 if self.decoder.gates is not None else 0
+        whole = self.metric(self.all(some), some)
+        found = {"all": _error(whole, own(), flips)}
+        if self.others == "removed":
+            silent = {f"a{layer}": 0.0 for layer in range(self.shape[0])}
+            with patch(model, silent):
+                found["none"] = _error(self.metric(self.all(some, 0.0), some), own())
+            leading = self.metric(self.leading(some).to(some.embedding.dtype), some)
+            found["leading"] = _error(leading, whole, flips)
+            carrying = torch.stack([weights > 0 for weights, _ in self.seen(some.embedding)], 1)
+            found["closed"] = _error(self.metric(carrying.to(some.embedding.dtype), some), whole)
+        for name, error in found.items():
+            if not error <= (0.0 if name == "closed" else TOLERANCE):
+                raise ValueError(f"self-check failed: with {name} edges the metric is off by {error:.1e} of its size")
+        return found
 
 
-def attention_curve(
-    decoder: Decoder, scoring: Prompts, heldout: Prompts, points: int, memory_mb: float,
-    progress: Callable[[int], None] = lambda n: None,
-) -> tuple[Curve, Reading]:  # fmt: skip
-    """Explained effect of the best n attention edges on held-out prompts, and the row for `discover --json`.
+def bytes_per_prompt(decoder: Decoder, prompts: Prompts) -> float:
+    """Masks, ranks, patterns and their gradients of all layers; residual streams; logits at the reads, several times.
 
-    NoEffect where the halves share too few prompts of one length.
+    Peaks are measured in tests/circuits/test_attention_edges.py.
     """
-    scoring, heldout = of_common_length(scoring, heldout)
-    if min(len(scoring), len(heldout)) < 2:
-        raise NoEffect(
-            f"of the most common length there are {len(scoring)} prompts for scoring and {len(heldout)} held out; "
-            "take more prompts"
-        )
-    scores = AttentionPatcher(decoder, scoring, memory_mb).scores()
-    patcher = AttentionPatcher(decoder, heldout, memory_mb)
-    order = np.argsort(-np.abs(scores), axis=None, kind="stable")
-    # Closed gates and tokens nobody reads score exactly nothing: those edges are not there.
-    alive = int((scores != 0).sum())
-    order, n_edges = order[:alive], int(patcher.possible.sum())
+    d, tokens = decoder.dims, prompts.clean.shape[1]
+    patterns = 56.0 * d.n_layers * d.n_heads * tokens**2
+    streams = 80.0 * d.n_layers * d.d_model * tokens
+    return patterns + streams + 60.0 * prompts.position.shape[1] * decoder.vocabulary
 
-    def run(sizes: list[int]) -> np.ndarray:
-        masks = np.zeros((len(sizes), scores.size), bool)
-        for mask, n in zip(masks, sizes, strict=True):
-            mask[order[:n]] = True
-        return patcher.run(masks.reshape(-1, *scores.shape), progress).numpy()
 
-    whole, nothing = patcher.run(np.stack([patcher.possible, np.zeros_like(patcher.possible)]), progress).numpy()
-    found = refined_curve(log_sizes(alive, points).tolist() if alive else [], run, whole, nothing, n_edges)
-    weights = patcher.weights()
-    places = [np.unravel_index(at, scores.shape) for at in order[:MOST]]
-    row: Any = {
-        **found.reading(), "n_edges": n_edges, "n_alive": alive,
-        "length": heldout.clean.shape[1], "example": heldout.pairs[0].clean,
-        "tokens": [heldout.piece(int(token)) for token in heldout.clean[0]],
-        # Best first: a point of the curve is the first so many of them.
-        "columns": ["layer", "head", "query", "key", "score", "weight"],
-        "circuit": [[*map(int, at), float(scores[at]), float(weights[at])] for at in places],
-    }  # fmt: skip
-    return found, row
+def over_prompts(parts: Iterator[Some], make: Callable[[Some], Tensor]) -> Tensor:
+    """What `make` gives for every part, as one tensor over prompts."""
+    return torch.cat([make(some) for some in parts])
+
+
+def _error(a: Tensor, b: Tensor, but: int = 0) -> float:
+    """The largest difference, but for so many, as a share of the largest value."""
+    return float((a - b).abs().sort().values[len(a) - 1 - but] / b.abs().max().clamp(min=1e-9))

@@ -1,9 +1,11 @@
 """The same task in a dense model, a sparse one and, where there is one, the matched dense control."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -12,9 +14,10 @@ from ..config import Search
 from ..models.loading import Source, resolve
 from ..runs.run import Run, check_folder, check_writable, provenance, write_json
 from .circuit import Circuit, overlap
-from .discover import discover_on, prepare, split
+from .discover import Chosen, alternatives_table, discover_on, prepare
 from .faithfulness import NoEffect, multipliers
-from .rows import MEAN, Multipliers, TaskRow, wording
+from .prompt_curves import geometric_mean, ratio
+from .rows import MEAN, MultiplierRow, Multipliers, OpenRow, Reading, TaskRow
 
 # The control shows what sparsity alone buys: against a dense model that has had the same training.
 BASELINES = {"dense": "", "control": " (ctrl)"}  # what the sparse model is set against; how a table says so
@@ -62,32 +65,39 @@ def compare(
 
     result = Comparison(settings=vars(settings), names=dict(zip(("dense", "sparse"), names, strict=True)), tasks={})
     result.circuits = {}
-    # What a model cannot do is said before any work on the others.
-    halves = {task.name: split(prepare(list(models.values()), tokenizer, task, settings, say)) for task in found}
-    for name, (scoring, heldout) in halves.items():
-        circuits = {}
+
+    @contextmanager
+    def left_out(name: str) -> Iterator[None]:
+        """A task without an effect does not cost the others their work."""
         try:
-            for role, model in models.items():
-                say(f"{name}: {role}")
-                prompts = name, scoring, heldout
-                circuits[role] = discover_on(model, *prompts, settings, show_progress=show_progress, say=say)
+            yield
         except NoEffect as error:
             if len(found) == 1:
                 raise
             say(f"{name} is left out: {error}")
             result.setdefault("left_out", {})[name] = str(error)
-            continue
-        result["tasks"][name] = _row(circuits, settings.seed)
-        result.circuits[name] = circuits
+
+    chosen: dict[str, Chosen] = {}
+    for one in found:  # what a model cannot do is said before any work on the others
+        with left_out(one.name):
+            chosen[one.name] = prepare(list(models.values()), tokenizer, one, settings, say)
+    for name, prompts in chosen.items():
+        circuits = {}
+        with left_out(name):
+            for role, model in models.items():
+                say(f"{name}: {role}")
+                circuits[role] = discover_on(model, name, prompts, settings, show_progress=show_progress, say=say)
+            result["tasks"][name], result.circuits[name] = _row(circuits, settings.seed), circuits
     if not result["tasks"]:
         raise NoEffect("no task is left: " + "; ".join(result["left_out"].values()))
     if file is not None:
-        write_json(file, {task: row["multipliers"] for task, row in result["tasks"].items()})
+        write_json(file, published(result) | {"provenance": provenance()})
     if folder is not None:
         write_json(folder / "results.json", result | {"provenance": provenance()})
         for task, circuits in result.circuits.items():
             for role, circuit in circuits.items():
-                circuit.save(folder / f"circuit-{task}-{role}.json")
+                if "components" in circuit.results["readings"]:
+                    circuit.save(folder / f"circuit-{task}-{role}.json")
     return result
 
 
@@ -111,28 +121,100 @@ def _control(sparse: Source) -> Path | None:
 def _row(circuits: dict[str, Circuit], seed: int) -> TaskRow:
     dense, sparse = circuits["dense"], circuits["sparse"]
     found: Multipliers = {}
-    for reading, ours in sparse.curves.items():
-        for baseline in (role for role in BASELINES if role in circuits and reading in circuits[role].curves):
-            found.setdefault(reading, {})[baseline] = multipliers(circuits[baseline].curves[reading], ours, seed)
-    return {
-        "overlap": overlap(dense.mask, sparse.mask) if dense.mask.shape == sparse.mask.shape else None,
-        "models": {role: circuit.results for role, circuit in circuits.items()},
-        "multipliers": found,
-    }
+    for reading, ours in sparse.results["readings"].items():
+        for baseline in (role for role in BASELINES if role in circuits):
+            theirs = circuits[baseline].results["readings"][reading]
+            if "edges_per_prompt" in ours:
+                rows = _prompt_by_prompt(theirs, ours, seed)
+            else:
+                rows = multipliers(circuits[baseline].curves[reading], sparse.curves[reading], seed)
+                if "ranking" in ours:
+                    for threshold in ours["ranking"]:
+                        rows[threshold]["ranking"] = _rankings(theirs, ours, threshold)
+            found.setdefault(reading, {})[baseline] = rows
+    row: TaskRow = {
+        "models": {role: circuit.results for role, circuit in circuits.items()}, "multipliers": found, "overlap": None,
+    }  # fmt: skip
+    if dense.mask.shape == sparse.mask.shape and dense.n_edges:
+        row["overlap"] = overlap(dense.mask, sparse.mask)
+    if "leading" in sparse.results:
+        row["open_edges"] = _open_row(circuits, seed)
+    return row
+
+
+def _prompt_by_prompt(dense: Reading, sparse: Reading, seed: int) -> dict[str, MultiplierRow]:
+    """The ratio of edges on every prompt, at every threshold."""
+    found = {}
+    for threshold, ours in sparse["edges_per_prompt"].items():
+        theirs = dense["edges_per_prompt"][threshold]
+        found[threshold] = ratio(np.array(theirs), np.array(ours), seed)
+        found[threshold]["ranking"] = _rankings(dense, sparse, threshold)
+    return found
+
+
+def _rankings(dense: Reading, sparse: Reading, threshold: str) -> dict[str, str]:
+    return {"dense": dense["ranking"][threshold], "sparse": sparse["ranking"][threshold]}
+
+
+def _open_row(circuits: dict[str, Circuit], seed: int) -> OpenRow:
+    """All edges that lead to the answer: no ranking, no threshold, no search."""
+    counts = {role: np.array(circuit.results["leading"]["per_prompt"]) for role, circuit in circuits.items()}
+    found = {role: ratio(counts[role], counts["sparse"], seed) for role in BASELINES if role in circuits}
+    row = cast(OpenRow, {name: found["dense"][name] for name in ("multiplier", "low", "high", "n_prompts")})
+    row |= {
+        "dense": geometric_mean(counts["dense"]), "sparse": geometric_mean(counts["sparse"]),
+        "possible_edges": circuits["dense"].results["leading"]["n_possible"],
+    }  # fmt: skip
+    if "control" in found:
+        row["control"] = geometric_mean(counts["control"])
+        row["against_control"] = {name: found["control"][name] for name in ("multiplier", "low", "high")}
+    return row
+
+
+def published(result: Comparison) -> dict[str, Any]:
+    """The multipliers by reading, task and threshold, as `compare --json` writes them."""
+    readings: dict[str, dict[str, dict[str, Any]]] = {}
+    for task, row in result["tasks"].items():
+        for reading, baselines in row["multipliers"].items():
+            rows = readings.setdefault(reading, {}).setdefault(task, {})
+            possible = row["models"]["dense"]["readings"][reading]["n_edges"]
+            for threshold, found in baselines["dense"].items():
+                rows[threshold] = found | {"possible_edges": possible}
+                if "control" in baselines:
+                    other = baselines["control"][threshold]
+                    rows[threshold] |= {"control_edges": other["dense_edges"], "against_control": _interval(other)}
+    opened = {task: row["open_edges"] for task, row in result["tasks"].items() if "open_edges" in row}
+    about = {name: result[name] for name in ("names", "settings", "left_out") if name in result}
+    return {"readings": readings, "open_edges": opened} | about
+
+
+def _interval(row: MultiplierRow) -> dict[str, float]:
+    return {"multiplier": row["multiplier"], "low": row["low"], "high": row["high"]}
 
 
 def table(result: Comparison) -> str:
-    """The multipliers as text."""
-    lines = [f"{'task':24}{'effect':>8}{'dense':>9}{'sparse':>8}{'multiplier':>12}   95 % interval"]
+    """The multipliers as text: all of it first, then a line per reading and baseline, 90 % of the effect in full."""
+    line = "{:36}{:>10}{:>9}{:>11}   {}".format
+    lines = [line("90 % of the effect", "dense", "sparse", "multiplier", "95 % interval; at other effects")]
+
+    def add(name: str, dense: float, sparse: float, m: Any, n: int, more: str = "") -> None:
+        span = f"{m['low']:.1f} to {m['high']:.1f}, n = {n}{more}"
+        lines.append(line(name, f"{dense:,.0f}", f"{sparse:,.0f}", f"{m['multiplier']:.1f}x", span))
+
     for task, row in result["tasks"].items():
+        if opened := row.get("open_edges"):
+            add(f"{task}: all that lead to the answer", opened["dense"], opened["sparse"], opened, opened["n_prompts"])
         for reading, baselines in row["multipliers"].items():
             for baseline, thresholds in baselines.items():
-                name = f"{task} {wording(reading).short}".rstrip() + BASELINES[baseline]
-                for threshold, m in thresholds.items():
-                    effect = "50-95%" if threshold == MEAN else f"{float(threshold):.0%}"
-                    lines.append(
-                        f"{name:24}{effect:>8}{m['dense_edges']:9,.0f}{m['sparse_edges']:8,.0f}"
-                        f"{m['multiplier']:11.1f}x   {m['low']:.1f} to {m['high']:.1f}, n = {m['n_prompts']} prompts"
-                    )
-    lines.append("50-95%: geometric mean over ten effects; steadier than the multiplier at one of them")
+                m, others = thresholds["0.9"], ((t, m) for t, m in thresholds.items() if t != "0.9")
+                more = [f"{'mean' if t == MEAN else f'{float(t):.0%}'} {m['multiplier']:.1f}x" for t, m in others]
+                name = f"{task}: {reading}{BASELINES[baseline]}"
+                add(name, m["dense_edges"], m["sparse_edges"], m, m["n_prompts"], "; " * bool(more) + ", ".join(more))
+        for role, model in row["models"].items():
+            learnt = model["readings"].get("learnt")
+            if learnt is not None and "alternatives" in learnt:
+                lines += [f"{task}, {role}: circuits found one after another", *alternatives_table(learnt)]
+    lines.append(
+        "all that lead to the answer: 100 % of it, no search. mean: geometric mean over 50 to 95 % of the effect"
+    )
     return "\n".join(lines)

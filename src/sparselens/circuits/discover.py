@@ -1,11 +1,10 @@
-"""From a model and a task to the circuit that does it.
+"""From a model and a task to the circuits that do it.
 
-1. Prompts: generated, checked, those the model gets wrong dropped; half for scoring, half held out.
-2. Scores: every edge of the component graph, on the scoring half.
-3. Curve: explained effect of the best n edges on the held-out half, more points where it crosses a threshold.
-4. Heads: the same with whole heads kept or corrupted.
-5. Tokens: the same with single attention edges (head, query, key) kept or corrupted.
-6. Sparse models: which (head, query, key) the gates leave open on these prompts, and which are proven absent.
+1. Prompts: generated, checked, those the model gets wrong dropped. Attention edges: prompts of one length.
+2. Attention edges and heads, in the ways `readings` names (readings.py); all edges that lead to the answer.
+3. Component graph, if asked for: every edge scored on half of the prompts, explained effect of the best n edges on the
+   other half, more points where the curve crosses a threshold.
+4. Sparse models: which (head, query, key) the gates leave open on these prompts, and which are proven absent.
 """
 
 import dataclasses
@@ -13,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -28,18 +27,28 @@ from ..models.decoder import Decoder
 from ..models.loading import Source, is_gated, name_of, resolve
 from ..runs import distributed
 from ..runs.run import check_folder, check_writable, provenance, write_json
-from ..tasks.prompts import Prompts, build
-from .attention_edges import attention_curve
+from ..tasks.prompts import Prompts, build, of_common_length
+from .attention_edges import AttentionEdges, Others
 from .circuit import Circuit
+from .estimate import check_memory, measured, runs_per_prompt
 from .faithfulness import MIB_FRACTIONS, Curve, NoEffect, check_spread, log_sizes, mib_areas, refined_curve
-from .heads import HeadPatcher, open_edges
-from .rows import CurveRow, Reading, Results
+from .open_edges import open_edges
+from .prompt_curves import usable
+from .readings import EdgeReader
+from .rows import CurveRow, Reading, Results, wording
 from .run import Patcher
 from .scores import GimDecoder, check_exact, eap, estimate_memory, exact
 
 Say = Callable[[str], None]
 FEWEST = 4  # prompts the model must get right
 MOST_LISTED = 5000  # edges of a circuit in its row; circuit.json has all of them
+
+
+class Chosen(NamedTuple):
+    """The prompts of a task that all models at hand get right."""
+
+    mixed: Prompts | None  # of any length, for the component graph: half for scoring, half held out
+    common: Prompts | None  # of one length, for attention edges
 
 
 def discover(
@@ -55,13 +64,14 @@ def discover(
     say: Say = print,
     **changes: Any,
 ) -> Circuit:
-    """The circuit with which a model does a task, with everything measured about it in `.results`.
+    """The circuits with which a model does a task: what was measured about them is in `.results`.
 
     source: a name, a path, a Run, a model (then with its tokenizer) or (model, tokenizer). task: a registered name, a
     Task, or the path of a .jsonl file. Settings are those of config.Search; single ones may be given by name:
-    discover("gpt2", task="ioi", prompts=32). The circuit returned is the smallest one that explains 90 % of the effect
-    and stays above. out: a folder for circuit.json and results.json; json: a file for the results alone. Several
-    processes, each with the whole model, share the work.
+    discover("gpt2", task="ioi", prompts=32). The circuit returned is the smallest one of the component graph that
+    explains 90 % of the effect and stays above (empty where `components` is not among the readings). out: a folder for
+    circuit.json and results.json; json: a file for the results alone. Several processes, each with the whole model,
+    share the work.
     """
     settings = dataclasses.replace(settings or Search(), **changes | ({} if method is None else {"method": method}))
     folder, file = (Path(path) if path is not None else None for path in (out, json))
@@ -74,7 +84,7 @@ def discover(
     if tokenizer is None:
         raise ValueError("discover needs a tokenizer beside a loaded model: discover(model, tokenizer)")
     prompts = prepare([model], tokenizer, found, settings, say)
-    circuit = discover_on(model, found.name, *split(prompts), settings, show_progress=show_progress, say=say)
+    circuit = discover_on(model, found.name, prompts, settings, show_progress=show_progress, say=say)
     circuit.results["model"] = name_of(source)
     if distributed.is_main():
         rows = circuit.results | {"provenance": provenance()}
@@ -82,22 +92,31 @@ def discover(
             write_json(file, rows)
         if folder is not None:
             write_json(folder / "results.json", rows)
-            circuit.save(folder / "circuit.json")
+            if "components" in circuit.results["readings"]:
+                circuit.save(folder / "circuit.json")
     return circuit
 
 
 def table(results: Results) -> str:
     """What `discover` found, in a few lines."""
-    found = results["readings"]["components"]
-    lines = [
-        f"metric: {found['m_model']:.3f} on the prompts, {found['m_nothing']:.3f} on the corrupted ones "
-        f"(n = {found['n_prompts']} held-out prompts)"
-    ]
-    for threshold, edges in found["edges_at"].items():
-        low, high = found["edges_at_interval"][threshold]
-        heads = f", {results['heads_at'][threshold]} heads" if "heads_at" in results else ""
-        count = f"{edges:,} of {found['n_edges']:,} edges ({low:,.0f} to {high:,.0f})"
-        lines.append(f"{float(threshold):.0%} of the effect: {count}{heads}")
+    lines = []
+    if "leading" in results:
+        whole = results["leading"]
+        lines.append(
+            f"{whole['edges']:,.0f} of {whole['n_possible']:,} attention edges lead to the answer: with these alone it "
+            f"is the model's own (n = {whole['n_prompts']} prompts of {whole['length']} tokens)"
+        )
+    for name, found in results["readings"].items():
+        words = wording(name)
+        lines.append(f"{name} ({'per prompt' if found['scope'] == 'prompt' else 'per task'}): {words.others}")
+        for threshold, edges in found["edges_at"].items():
+            low, high = found["edges_at_interval"][threshold]
+            count = f"{edges:,.0f} of {found['n_edges']:,} {words.edges} ({low:,.0f} to {high:,.0f})"
+            by = f", by {found['ranking'][threshold]}" if "ranking" in found else ""
+            lines.append(f"  {float(threshold):.0%} of the effect: {count}{by}")
+        lines[-1] += f"; n = {found['n_prompts']} prompts"
+        if "alternatives" in found:
+            lines += alternatives_table(found)
     if "open_edges" in results:
         gates = results["open_edges"]
         lines.append(
@@ -107,30 +126,100 @@ def table(results: Results) -> str:
     return "\n".join(lines)
 
 
+def alternatives_table(found: Reading) -> list[str]:
+    """One line per search with the edges already found made dear."""
+    row, lines = found["alternatives"], []
+    for i, (reached, edges) in enumerate(zip(row["reached"], row["edges"], strict=True)):
+        overlap = row["overlap"][i]
+        text = f"  circuit {i + 1}: reaches 90 % on {reached:.0%} of the prompts"
+        text += "" if edges is None else f", with {edges:,.0f} edges"
+        lines.append(text + ("" if overlap is None else f"; overlap with those before {overlap:.2f} (Jaccard)"))
+    return lines
+
+
 def prepare(
     models: list[nn.Module], tokenizer: PreTrainedTokenizerBase, task: tasks.Task, settings: Search, say: Say
-) -> Prompts:
-    """Checked pairs that all the models get right, at most twice `settings.prompts`."""
-    for model in models if settings.method == "exact" else ():
-        check_exact(Decoder(model).components.n_edges)  # before anything is computed
+) -> Chosen:
+    """Checked pairs that all the models get right. What cannot be done is refused here, before any work."""
+    components, edges = "components" in settings.readings, set(settings.readings) != {"components"}
+    for model in models if components and settings.method == "exact" else ():
+        check_exact(Decoder(model).components.n_edges)
     config = base_model(models[0]).config
-    wanted = 2 * settings.prompts
-    prompts = build(task, tokenizer, wanted + wanted // 4, settings.seed, dimensions(config).max_tokens, say)
-    if int(torch.stack([prompts.clean.max(), prompts.corrupted.max()]).max()) >= config.vocab_size:
-        raise ValueError("the tokenizer has tokens this model does not know; load both from the same place")
+    limits = settings.seed, dimensions(config).max_tokens
+    wanted, mixed, common = 2 * settings.prompts, None, None
     with _evaluating(*models):
-        right = torch.stack([answered(model, prompts) for model in models]).all(0)
-    right = distributed.total(right.int()) == distributed.world()  # the same prompts everywhere
+        if components:
+            mixed = build(task, tokenizer, wanted + wanted // 4, *limits, say)
+            mixed = _right(models, mixed, task.name, say).take(slice(0, wanted))
+        if edges:
+            quiet: Say = (lambda text: None) if components else say
+            (common,) = of_common_length(build(task, tokenizer, 8 * settings.prompts, *limits, quiet))
+            _check_common(common, task.name)
+            common = _right(models, common.take(slice(0, wanted)), task.name, say)
+            try:
+                common = _with_effect(models, common, settings, task.name).take(slice(0, settings.prompts))
+            except NoEffect as error:
+                if not components:
+                    raise
+                say(f"{task.name}: no attention edges: {error}")
+                common = None
+    return Chosen(mixed, common)
+
+
+def _check_common(prompts: Prompts, name: str) -> None:
+    if len(prompts) < FEWEST:
+        raise ValueError(
+            f"task {name!r}: attention edges are counted on prompts of one length, and of the most common one "
+            f"({prompts.clean.shape[1]} tokens) there are {len(prompts)}; at least {FEWEST} are needed. Give more "
+            "prompts of one length, or ask for --readings components"
+        )
+
+
+def _right(models: list[nn.Module], prompts: Prompts, name: str, say: Say) -> Prompts:
+    """Those that every model answers rightly."""
+    if (
+        int(torch.stack([prompts.clean.max(), prompts.corrupted.max()]).max())
+        >= base_model(models[0]).config.vocab_size
+    ):
+        raise ValueError("the tokenizer has tokens this model does not know; load both from the same place")
+    right = _agreed(torch.stack([answered(model, prompts) for model in models]).all(0))
     n_right = int(right.sum())
     if len(prompts) < FEWEST:
-        raise ValueError(f"task {task.name!r}: only {len(prompts)} usable prompts; at least {FEWEST} are needed")
+        raise ValueError(f"task {name!r}: only {len(prompts)} usable prompts; at least {FEWEST} are needed")
     if n_right < FEWEST or n_right < len(prompts) / 4:
         raise ValueError(
-            f"task {task.name!r}: right on only {n_right} of {len(prompts)} prompts; a circuit needs a model that can "
+            f"task {name!r}: right on only {n_right} of {len(prompts)} prompts; a circuit needs a model that can "
             "do the task"
         )
-    say(f"{task.name}: right on {n_right} of {len(prompts)} prompts; the others are left out")
-    return prompts.take(right).take(slice(0, wanted))
+    say(f"{name}: right on {n_right} of {len(prompts)} prompts; the others are left out")
+    return prompts.take(right)
+
+
+def _with_effect(models: list[nn.Module], prompts: Prompts, settings: Search, name: str) -> Prompts:
+    """Those on which attention raises the metric, in every model and for every way of taking edges out."""
+    needed: dict[Others, set[str]] = {"removed": set(), "corrupted": {"corrupted", "heads"}, "mean": {"mean"}}
+    ways = [others for others, by in needed.items() if others == "removed" or by & set(settings.readings)]
+    kept = np.ones(len(prompts), bool)
+    for decoder in map(Decoder, models):
+        check_memory(decoder, prompts, name)
+        for others in ways:
+            edges = AttentionEdges(decoder, prompts, others, settings.memory_mb)
+            with torch.no_grad():
+                both = [
+                    torch.stack([edges.metric(edges.all(some, share), some) for share in (1.0, 0.0)])
+                    for some in edges.parts()
+                ]
+            whole, nothing = torch.cat(both, 1).cpu().numpy()
+            kept &= usable(whole, nothing, f"{name}, {others}")
+    chosen = prompts.take(_agreed(torch.from_numpy(kept)))
+    if len(chosen) < FEWEST:
+        raise NoEffect(f"attention matters on {len(chosen)} of {len(prompts)} prompts; at least {FEWEST} are needed")
+    return chosen
+
+
+def _agreed(flags: torch.Tensor) -> torch.Tensor:
+    """What is true in every process: the same prompts everywhere."""
+    return distributed.total(flags.int()) == distributed.world()
 
 
 @contextmanager
@@ -164,12 +253,11 @@ def answered(model: nn.Module, prompts: Prompts, at_once: int = 32) -> torch.Ten
 
 
 def discover_on(
-    model: nn.Module, name: str, scoring: Prompts, heldout: Prompts, settings: Search, *,
-    show_progress: bool = False, say: Say = print,
-) -> Circuit:  # fmt: skip
-    """Score, select and measure on prompts that are already chosen."""
+    model: nn.Module, name: str, prompts: Chosen, settings: Search, *, show_progress: bool = False, say: Say = print
+) -> Circuit:
+    """Everything that was asked for, on prompts that are already chosen."""
     with _evaluating(model):
-        return _Discovery(model, name, scoring, heldout, settings, show_progress, say).circuit()
+        return _Discovery(model, name, prompts, settings, show_progress, say).circuit()
 
 
 @dataclasses.dataclass
@@ -178,50 +266,68 @@ class _Discovery:
 
     model: nn.Module
     name: str
-    scoring: Prompts
-    heldout: Prompts
+    prompts: Chosen
     settings: Search
     show_progress: bool
     say: Say
 
     def circuit(self) -> Circuit:
-        began = time.perf_counter()
-        settings, decoder = self.settings, Decoder(self.model)
-        patcher = Patcher(decoder, self.heldout, settings.ablation, settings.memory_mb)
-        check_spread(patcher.m_model.numpy(), patcher.m_nothing.numpy(), self.name)
-        scores = self.scores(decoder)
-        scored = time.perf_counter()
-
+        decoder, config = Decoder(self.model), base_model(self.model).config
         c = decoder.components
-        circuit = Circuit(c, scores, c.possible, decoder.dims.d_model)
+        circuit = Circuit(c, np.zeros(c.possible.shape), np.zeros_like(c.possible), decoder.dims.d_model)
+        shown = self.prompts.common or self.prompts.mixed
+        assert shown is not None
+        circuit.results = {
+            "task": self.name, "metric": shown.metric, "model": str(config._name_or_path or config.model_type),
+            "sparse": is_gated(base_model(self.model)), "settings": dataclasses.asdict(self.settings),
+            "n_layers": c.n_layers, "n_heads": c.n_heads, "readings": {}, "seconds": {},
+        }  # fmt: skip
+        if self.prompts.common is not None:
+            self.attention_edges(decoder, circuit, self.prompts.common)
+        if self.prompts.mixed is not None:
+            self.component_graph(decoder, circuit, *split(self.prompts.mixed))
+        if circuit.results["sparse"]:
+            circuit.results["open_edges"] = open_edges(self.model, shown)
+        return circuit
+
+    def attention_edges(self, decoder: Decoder, circuit: Circuit, prompts: Prompts) -> None:
+        """All readings but the component graph, in the order in which they are asked for."""
+        need, results = measured(self.name, [decoder], prompts, self.settings), circuit.results
+        self.say(str(need))
+        parts = -(-len(prompts) // AttentionEdges(decoder, prompts, "removed", self.settings.memory_mb).at_once)
+        total = round(runs_per_prompt(self.settings, need.n_edges) * parts / distributed.world())
+        with self.bar("attention edges", "run", total) as bar:
+            reader = EdgeReader(decoder, prompts, self.settings, bar.update)
+            results["leading"] = reader.leading()
+            asked = dict.fromkeys([*self.settings.readings, *(["learnt"] if self.settings.alternatives else [])])
+            for reading in asked:
+                if reading == "components":
+                    continue
+                began = time.perf_counter()
+                for name, (row, curve) in reader.read(reading).items():
+                    results["readings"][name] = row
+                    if curve is not None:
+                        circuit.curves[name] = curve
+                results["seconds"][reading] = round(time.perf_counter() - began, 1)
+
+    def component_graph(self, decoder: Decoder, circuit: Circuit, scoring: Prompts, heldout: Prompts) -> None:
+        """Score every edge between components on half of the prompts, measure the best ones on the other half."""
+        began, settings, c = time.perf_counter(), self.settings, decoder.components
+        patcher = Patcher(decoder, heldout, settings.ablation, settings.memory_mb)
+        check_spread(patcher.m_model.numpy(), patcher.m_nothing.numpy(), self.name)
+        circuit.scores, circuit.mask = self.scores(decoder, scoring), c.possible
         order = circuit.order(settings.selection, not settings.signed)
         curve, areas, asked = self.curve(patcher, order)
         circuit.curves["components"], circuit.mask = curve, c.prune(c.mask(order[: asked[curve.edges_at(0.9)]]))
-        drawn = time.perf_counter()
-
-        config = base_model(self.model).config
-        found: Results = {
-            "task": self.name, "metric": self.heldout.metric, "model": str(config._name_or_path or config.model_type),
-            "sparse": is_gated(base_model(self.model)), "settings": dataclasses.asdict(settings),
-            "n_prompts_scoring": len(self.scoring), "n_layers": c.n_layers, "n_heads": c.n_heads,
-            "readings": {"components": self.components(patcher, circuit, areas)}, "seconds": {},
-        }  # fmt: skip
-        if settings.heads:
-            self.heads(circuit, found)
-        if settings.tokens:
-            self.tokens(decoder, circuit, found)
-        if found["sparse"]:
-            found["open_edges"] = open_edges(self.model, self.heldout)
-        times = {"scoring": scored - began, "curve": drawn - scored, "rest": time.perf_counter() - drawn}
-        found["seconds"] = {part: round(seconds, 1) for part, seconds in times.items()}
-        circuit.results = found
-        return circuit
+        circuit.results["readings"]["components"] = self.components(patcher, circuit, areas)
+        circuit.results["n_prompts_scoring"] = len(scoring)
+        circuit.results["seconds"]["components"] = round(time.perf_counter() - began, 1)
 
     def bar(self, what: str, unit: str = "circuit", total: int | None = None) -> Any:
         return tqdm(total=total, desc=what, unit=unit, disable=not self.show_progress)
 
-    def scores(self, decoder: Decoder) -> np.ndarray:
-        settings, prompts, n_edges = self.settings, self.scoring, decoder.components.n_edges
+    def scores(self, decoder: Decoder, prompts: Prompts) -> np.ndarray:
+        settings, n_edges = self.settings, decoder.components.n_edges
         if settings.method == "exact":
             patcher = Patcher(decoder, prompts, settings.ablation, settings.memory_mb)
             with self.bar("patching", "edge", n_edges) as bar:
@@ -265,7 +371,7 @@ class _Discovery:
         c, curve = circuit.components, circuit.curves["components"]
         scores = circuit.scores[c.possible]
         row = curve.reading(self.settings.seed) | areas | {
-            "n_edges": c.n_edges, "n_edges_scored": int(np.isfinite(scores).sum()),
+            "scope": "task", "n_edges": c.n_edges, "n_edges_scored": int(np.isfinite(scores).sum()),
             "n_edges_zero": int((scores == 0).sum()), "checks": patcher.checks, "area_log": curve.area_log(),
             "circuit": [[edge, score] for edge, score in circuit.edges[:MOST_LISTED]],
         }  # fmt: skip
@@ -284,34 +390,3 @@ class _Discovery:
         edges = np.array([int(mask.sum()) for mask in masks] + [c.n_edges])
         metrics = np.concatenate([values, curve.m_model[None]])
         return Curve(edges, metrics, curve.m_model, curve.m_nothing).row(self.settings.seed)
-
-    def heads(self, circuit: Circuit, found: Results) -> None:
-        """The best heads, and the explained effect of keeping n of them."""
-        ranking = circuit.components.rank_heads(circuit.scores)
-        patcher = HeadPatcher(self.model, self.heldout)
-        m_model, m_nothing = patcher.run([ranking, []]).numpy()
-        try:
-            check_spread(m_model, m_nothing, "heads")
-        except NoEffect as error:
-            return self.say(f"{self.name}: no heads: {error}")
-        sizes = log_sizes(len(ranking), min(self.settings.points, 10)).tolist()
-        with self.bar("heads", "set") as bar:
-
-            def run(new: list[int]) -> np.ndarray:
-                return patcher.run([ranking[:n] for n in new], bar.update).numpy()
-
-            curve = refined_curve(sizes, run, m_model, m_nothing, len(ranking))
-        found["heads_at"] = curve.at_thresholds()
-        found["heads"] = [f"a{layer}.h{head}" for layer, head in ranking[: curve.edges_at(0.9)]]
-        found["heads_curve"] = curve.row(self.settings.seed)
-
-    def tokens(self, decoder: Decoder, circuit: Circuit, found: Results) -> None:
-        """The circuit of single attention edges."""
-        sizes = self.settings.points, self.settings.memory_mb
-        try:
-            with self.bar("tokens") as bar:
-                curve, row = attention_curve(decoder, self.scoring, self.heldout, *sizes, bar.update)
-            check_spread(curve.m_model, curve.m_nothing, "by token")
-        except NoEffect as error:
-            return self.say(f"{self.name}: no circuit by token: {error}")
-        circuit.curves["corrupted"], found["readings"]["corrupted"] = curve, row

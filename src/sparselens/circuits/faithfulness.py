@@ -13,7 +13,7 @@ import numpy as np
 
 from .rows import MEAN, CurveRow, MultiplierRow
 
-THRESHOLDS = (0.8, 0.9, 0.95)
+THRESHOLDS = (0.8, 0.9, 0.95, 0.98)
 LEVELS = tuple(level / 100 for level in range(50, 100, 5))  # 0.5 to 0.95, for the mean multiplier
 MIB_FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 DRAWS = 1000

@@ -148,7 +148,7 @@ class Results(TypedDict):
     model: str
     sparse: bool
     settings: dict[str, Any]
-    n_prompts_scoring: int
+    n_prompts_scoring: NotRequired[int]
     n_layers: int
     n_heads: int
     readings: dict[str, Reading]

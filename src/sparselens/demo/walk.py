@@ -44,6 +44,14 @@ FEATURES = Transcode(
     evaluate_every=500, evaluate_sequences=500, checkpoint_every=500,
 )  # fmt: skip
 
+# Multipliers to tell: by reading, for 90 % of the effect, and all that lead to the answer.
+TOLD = {
+    "open": "attention edges that lead to the answer",
+    "removed": "attention edges for 90 % of the effect, the others removed",
+    "removed-task": "the same, one circuit for all sums",
+    "components": "edges between components for 90 % of the effect",
+}
+
 # What the report says of this Run, asks of it and shows.
 ABOUT = {
     "name": "The addition model", "task": "addition", "exact": True, "filled": ANSWER,
@@ -134,8 +142,11 @@ def _circuits(run: Run, base: Loaded, sparse: nn.Module, seed: int) -> dict[str,
     for role, circuit in result.circuits["addition"].items():
         circuit.save(run.path / f"circuit-addition-{role}.json")
     draw_all(result, run.path)
-    kinds, found = {"tokens": "corrupted", "components": "components"}, result["tasks"]["addition"]["multipliers"]
-    return {kind: found[reading]["dense"]["0.9"] for kind, reading in kinds.items() if reading in found}
+    row = result["tasks"]["addition"]
+    found = {reading: row["multipliers"][reading]["dense"]["0.9"] for reading in TOLD if reading in row["multipliers"]}
+    if opened := row.get("open_edges"):
+        found["open"] = {"dense_edges": opened["dense"], "sparse_edges": opened["sparse"]} | opened
+    return found
 
 
 def _features(
@@ -206,10 +217,9 @@ def _tell(run: Run, say: Callable[[str], None]) -> None:
         say(f"{row['kind']:10}{row['exact']:12.2%}{row['loss']:10.5f}{edges:10.1f} /{summary['edges_total']:5}")
     layers = ", ".join(f"layer {i}: {n:.1f}" for i, n in enumerate(summary["edges_per_layer"]))
     say(f"\nopen edges by layer: {layers}")
-    kinds = {"tokens": "attention edges (head, query, key)", "components": "edges of the component graph"}
     for kind, found in (summary.get("multiplier") or {}).items():
         say(
-            f"{kinds[kind]} for 90 % of the effect: dense {found['dense_edges']}, sparse {found['sparse_edges']}: "
+            f"{TOLD[kind]}: dense {found['dense_edges']:,.0f}, sparse {found['sparse_edges']:,.0f}: "
             f"{found['multiplier']:.1f}x ({found['low']:.1f} to {found['high']:.1f}, n = {found['n_prompts']} prompts)"
         )
     say(f"{summary['seconds']:.0f} s. Open {run.path / 'report.html'}; figures 1 to 4 as pictures are beside it.")

@@ -3,10 +3,11 @@
 import { element, emptyNotice, heading, how, percent, segments, swatch } from "./dom.js";
 import { ROLE_NAMES } from "./data.js";
 import { CurvePanel } from "./curves.js";
-import { KeptEdges } from "./size_slider.js";
+import { KeptEdges, walked } from "./size_slider.js";
 import { CircuitGraph, GraphView } from "./circuit_graph.js";
 import { TokenView } from "./token_edges.js";
 import { HeadsTable } from "./heads.js";
+import { allOfIt, headsNeeded, sideBySide } from "./reading_tables.js";
 import { section } from "./sections.js";
 
 /** How the circuits of a reading are drawn; a reading without a picture has its curve alone. */
@@ -29,79 +30,113 @@ section("circuits", (place, run) => {
   new Circuits(place, rows, run.summary.per_head);
 });
 
+const says = (text) => element("span", { class: "says" }, text);
+const hasCurves = ({ models }) => Object.values(models).every(({ curve }) => curve);
+
 class Circuits {
   constructor(section, rows, density) {
-    Object.assign(this, { rows, density, threshold: "0.9", tableRole: null });
-    this.panels = rows.tasks.flatMap((task) =>
-      task.readings.map((reading) => {
-        const pick = (edges) => {
-          this.choose(task);
-          this.kept[reading.name]?.keep(edges);
-        };
-        const multipliers = task.multipliers[reading.name]?.dense ?? {};
-        return { task, reading, curves: new CurvePanel(reading, multipliers, () => this.choose(task), pick) };
-      }),
-    );
-    const thresholds = Object.keys(Object.values(rows.tasks[0].readings[0].models)[0].edges_at);
-    this.body = element("div", {});
+    Object.assign(this, { rows, density, threshold: "0.9", panels: [] });
+    // The headline first in every task, so also here.
+    const readings = new Map(rows.tasks.flatMap((task) => task.readings.filter(hasCurves).map((r) => [r.name, r])));
+    const options = [...readings.values()].map(({ name, short }) => [name, short]);
+    [this.reading] = options[0] ?? [null];
+    const part = (name, attributes) => (this[name] = element("div", attributes ?? {}));
     section.append(
       how(
-        "An edge carries what one part writes (the input, a head, an MLP) to what another part reads. A circuit is a set of edges; all others carry what they would on a corrupted prompt. Explained effect is the share of the task's metric the circuit alone recovers; bands are 95 % intervals over prompts.",
-        "Every point is a circuit that was run. The slider goes through them, and the graphs show exactly the edges that were in: a circle is a head, a square an MLP, layers go downward, a dashed line lowers the metric. Point at a node for its edges, click it to keep only the paths through it.",
-        "Attention edges are finer: one head, one token that reads, one that is read. They are drawn on the tokens of one of the prompts, layers upward; scores and weights are means over all prompts.",
+        "An attention edge is one head, one token that reads and one token that is read. An edge between components carries what one part writes (the input, a head, an MLP) to what another part reads. A circuit is a set of edges; a reading says what all other edges do meanwhile. Explained effect is the share of the task's metric that the circuit alone recovers; bands are 95 % intervals over prompts.",
+        "Every point is a circuit that was run. The slider goes through them, and the pictures show exactly the edges that were in; layers go downward, a dashed line lowers the metric. Attention edges are drawn on the tokens of one prompt: where a reading looks at one prompt at a time, its sizes and effects are that prompt's own, and the curves above are means over all prompts.",
+        "Readings answer different questions and their numbers must not be mixed. The table at the end has all of them side by side.",
       ),
+      part("all", { "aria-live": "polite" }),
       element(
         "div",
-        { class: "controls" },
-        segments(
-          "Effect to reach",
-          thresholds.map((t) => [t, percent(Number(t))]),
-          this.threshold,
-          (t) => {
-            this.threshold = t;
-            for (const kept of Object.values(this.kept)) kept.kept = null;
-            this.refresh();
-          },
-        ),
+        { class: "controls stack-top" },
+        options.length > 1 ? segments("Reading", options, this.reading, (name) => this.read(name)) : "",
+        part("thresholds"),
       ),
-      element(
-        "div",
-        { class: "panels" },
-        this.panels.map((panel) => panel.curves.card),
-      ),
-      this.body,
+      (this.question = element("p", { class: "note question", "aria-live": "polite" })),
+      part("curves", { class: "panels" }),
+      part("body"),
+      part("tables"),
     );
-    this.choose(rows.tasks[0]);
+    this.read(this.reading);
+  }
+
+  /** Shows another reading: curves, slider and picture together. */
+  read(name) {
+    this.reading = name;
+    const tasks = this.rows.tasks.filter((task) => this.readingOf(task));
+    this.panels = tasks.map((task) => {
+      const reading = this.readingOf(task);
+      const pick = (edges) => {
+        this.choose(task);
+        this.kept?.keep(edges);
+      };
+      const multipliers = task.multipliers[name]?.dense ?? {};
+      return { task, curves: new CurvePanel(reading, multipliers, () => this.choose(task), pick) };
+    });
+    this.curves.replaceChildren(...this.panels.map((panel) => panel.curves.card));
+    if (tasks.length) this.chooseThreshold(this.readingOf(tasks[0]));
+    const task = tasks.includes(this.task) ? this.task : (tasks[0] ?? this.rows.tasks[0]);
+    this.task = null;
+    this.choose(task);
+  }
+
+  readingOf(task) {
+    return task.readings.find((reading) => reading.name === this.reading && hasCurves(reading));
+  }
+
+  chooseThreshold(reading) {
+    const known = Object.keys(Object.values(reading.models)[0].edges_at).filter(Number);
+    if (!known.includes(this.threshold)) this.threshold = known.includes("0.9") ? "0.9" : known[0];
+    const options = known.map((t) => [t, percent(Number(t))]);
+    this.thresholds.replaceChildren(
+      segments("Effect to reach", options, this.threshold, (t) => {
+        this.threshold = t;
+        if (this.kept) this.kept.kept = null;
+        this.refresh();
+        this.showTables();
+      }),
+    );
   }
 
   choose(task) {
     if (this.task === task) return;
-    Object.assign(this, { task, roles: Object.keys(task.models) });
-    this.shown = new Set(this.roles.filter((role) => role !== "control"));
-    this.tableRole = this.roles.includes("sparse") ? "sparse" : this.roles[0];
-    const common = { task: task.name, nameOf: (role) => this.nameOf(role) };
-    const [graph] = task.readings; // the component graph comes first
-    this.models = Object.fromEntries(this.roles.map((role) => [role, new CircuitGraph(graph.models[role])]));
-    this.kept = {};
-    for (const { name, picture, models } of task.readings.filter((reading) => PICTURES[reading.picture])) {
-      const { label, view } = PICTURES[picture];
-      const drawn = picture === "graph" ? this.models : models;
-      this.kept[name] = new KeptEdges({
-        ...common,
-        kind: picture,
-        label,
-        models,
-        view: (role, tell) => view(role, drawn[role], tell),
-        onKeep: () => this.refresh([name]),
-      });
+    Object.assign(this, { task, roles: Object.keys(task.models), kept: null, graphs: null });
+    this.all.replaceChildren(allOfIt(task));
+    const reading = this.readingOf(task);
+    if (reading) {
+      this.roles = Object.keys(reading.models);
+      const n = Math.max(...Object.values(reading.models).map((model) => model.n_prompts));
+      this.question.textContent = `${reading.short}: ${reading.question} n\u00a0=\u00a0${n} prompts.`;
     }
-    this.graphs = this.kept[graph.name];
-    this.build();
+    this.shown = new Set(this.roles.filter((role) => role !== "control" || this.roles.length === 1));
+    this.tableRole = this.roles.includes("sparse") ? "sparse" : this.roles[0];
+    this.build(reading);
     this.refresh();
+    this.showTables();
   }
 
-  build() {
-    this.table = new HeadsTable((name) => this.isolateHead(name));
+  build(reading) {
+    const picture = PICTURES[reading?.picture];
+    if (!picture) {
+      this.body.replaceChildren();
+      return;
+    }
+    const models = Object.fromEntries(this.roles.map((role) => [role, walked(reading.models[role])]));
+    const graph = reading.picture === "graph";
+    if (graph) this.graphs = Object.fromEntries(this.roles.map((role) => [role, new CircuitGraph(models[role])]));
+    this.kept = new KeptEdges({
+      task: this.task.name,
+      reading: reading.name,
+      nameOf: (role) => this.nameOf(role),
+      kind: reading.picture,
+      label: picture.label,
+      models,
+      view: (role, tell) => picture.view(role, (graph ? this.graphs : models)[role], tell),
+      onKeep: () => this.refresh(),
+    });
+    const { example } = models[this.tableRole];
     this.body.replaceChildren(
       element(
         "div",
@@ -110,44 +145,35 @@ class Circuits {
           "div",
           { class: "controls" },
           this.toggles(),
-          element("span", { class: "note" }, `Circuits of ${this.task.name}`),
+          element(
+            "span",
+            { class: "note" },
+            `Circuits of ${this.task.name}`,
+            example ? [reading.scope === "prompt" ? " on " : " on prompts such as ", says(example)] : "",
+          ),
         ),
-        this.graphs.bar,
+        this.kept.bar,
       ),
-      this.graphs.graphs,
-      element(
-        "div",
-        { class: "controls stack-top" },
-        segments(
-          "Heads of",
-          this.roles.map((role) => [role, ROLE_NAMES[role]]),
-          this.tableRole,
-          (role) => {
-            this.tableRole = role;
-            this.refresh();
-          },
-        ),
-      ),
-      this.table.card,
-      ...this.task.readings
-        .filter(({ picture }) => picture === "tokens")
-        .flatMap((reading) => [this.tokenBar(reading), this.kept[reading.name].graphs]),
+      this.kept.graphs,
+      ...(graph ? this.headsTable() : []),
     );
   }
 
-  tokenBar(reading) {
-    const { example, n_prompts: n } = Object.values(reading.models)[0];
-    return element(
-      "div",
-      { class: "card stack-top" },
-      element(
-        "div",
-        { class: "card-head" },
-        element("h3", {}, "Attention edges, token by token"),
-        element("span", { class: "note" }, `n = ${n} prompts, such as `, element("span", { class: "says" }, example)),
-      ),
-      this.kept[reading.name].bar,
-    );
+  headsTable() {
+    this.table = new HeadsTable((name) => this.isolateHead(name));
+    const roles = this.roles.map((role) => [role, ROLE_NAMES[role]]);
+    const choose = (role) => {
+      this.tableRole = role;
+      this.refresh();
+    };
+    return [
+      element("div", { class: "controls stack-top" }, segments("Heads of", roles, this.tableRole, choose)),
+      this.table.card,
+    ];
+  }
+
+  showTables() {
+    this.tables.replaceChildren(headsNeeded(this.task), sideBySide(this.task, this.threshold));
   }
 
   toggles() {
@@ -183,28 +209,27 @@ class Circuits {
     return name && name !== role ? name : ROLE_NAMES[role];
   }
 
-  refresh(names = new Set(this.panels.map(({ reading }) => reading.name))) {
-    for (const name of names) {
-      const chosen = this.kept[name]?.show(this.shown, this.threshold);
-      for (const { task, curves } of this.panels.filter((panel) => panel.reading.name === name)) {
-        curves.card.classList.toggle("chosen", task === this.task && this.rows.tasks.length > 1);
-        curves.show({ threshold: this.threshold, chosen: task === this.task ? chosen : {} });
-      }
+  refresh() {
+    const chosen = this.kept?.show(this.shown, this.threshold) ?? {};
+    for (const { task, curves } of this.panels) {
+      curves.card.classList.toggle("chosen", task === this.task && this.rows.tasks.length > 1);
+      curves.show({ threshold: this.threshold, chosen: task === this.task ? chosen : {} });
     }
+    if (!this.graphs) return;
     clearTimeout(this.tableTimer); // the graphs first; the table follows when the slider rests
-    this.tableTimer = setTimeout(() => this.showTable(), 60);
+    this.tableTimer = setTimeout(() => this.showHeads(), 60);
   }
 
-  showTable() {
-    const role = this.tableRole;
-    const { live } = this.models[role].circuitAt(this.graphs.chosen(role));
-    this.table.show(role, this.task.models[role], this.models[role], live, this.density);
+  showHeads() {
+    if (!this.graphs) return; // another reading was chosen meanwhile
+    const graph = this.graphs[this.tableRole];
+    this.table.show(this.tableRole, graph, graph.circuitAt(this.kept.chosen(this.tableRole)).live, this.density);
   }
 
   isolateHead(name) {
     for (const role of this.shown) {
-      const view = this.graphs.views[role];
-      const node = this.models[role].names.indexOf(name);
+      const view = this.kept.views[role];
+      const node = this.graphs[role].names.indexOf(name);
       view.isolate(view.active.has(node) ? node : null);
     }
   }

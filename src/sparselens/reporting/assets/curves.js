@@ -1,6 +1,6 @@
 // Explained effect over the number of edges kept: one panel per task, bands, and how many times fewer edges.
 
-import { element, number, percent, timesFewer } from "./dom.js";
+import { element, fewer, number, percent } from "./dom.js";
 import { drawAxes, scale } from "./axes.js";
 import { keepDrawn, palette } from "./palette.js";
 import { Scene, toSvg } from "./scene.js";
@@ -18,8 +18,8 @@ export function measuredAt(curve, edges) {
 }
 
 /**
- * One reading's panel. rows: {title, edges, models: {role: {curve, n_edges, n_prompts}}}; multipliers: {threshold: row}.
- * state: {threshold, chosen: {role: index on its curve}}; onPick(edges) when the curve is clicked.
+ * One reading's panel. rows: {name, title, edges, models: {role: {curve, n_edges, n_prompts}}}; multipliers: {threshold:
+ * row}; state: {threshold, chosen: {role: {edges, effect} of what is drawn below}}; onPick(edges) on a click.
  */
 export class CurvePanel {
   constructor(rows, multipliers, onTask, onPick) {
@@ -39,7 +39,7 @@ export class CurvePanel {
           element("button", { class: "title", type: "button", on: { click: onTask } }, rows.title),
         ),
         this.note,
-        downloads(`explained-effect-${rows.title}`, {
+        downloads(`explained-effect-${rows.title}-${rows.name}`, {
           scene: () => this.scene(this.plot.view.width),
           json: () => this.curves(),
           csv: () => this.csv(),
@@ -71,9 +71,13 @@ export class CurvePanel {
           element("span", { class: "name" }, "random circuits"),
         ),
       );
+    if (rows.picture)
+      this.legend.append(
+        element("span", { class: "name" }, `● drawn below${rows.scope === "prompt" ? ", one prompt" : ""}`),
+      );
   }
   random() {
-    return (this.rows.models.sparse ?? this.rows.models.dense)?.random;
+    return (this.rows.models.sparse ?? Object.values(this.rows.models)[0]).random;
   }
   curves() {
     return Object.fromEntries(Object.entries(this.rows.models).map(([role, model]) => [role, model.curve]));
@@ -89,22 +93,22 @@ export class CurvePanel {
   words() {
     const found = this.multipliers[this.state?.threshold];
     return (
-      `Explained effect of ${this.rows.title} over edges kept` +
-      (found ? `: ${timesFewer(found.multiplier)} at ${percent(Number(this.state.threshold))}` : "")
+      `${this.rows.name === "share" ? "Share of attribution" : "Explained effect"} of ${this.rows.title} over edges kept` +
+      (found ? `: ${fewer(found, false)} at ${percent(Number(this.state.threshold))}` : "")
     );
   }
   show(state) {
     this.state = state;
     const found = this.multipliers[state.threshold];
-    const dense = this.rows.models.dense ?? this.rows.models.sparse;
+    const dense = Object.values(this.rows.models)[0];
     this.note.textContent = found
-      ? `${timesFewer(found.multiplier)} at ${percent(Number(state.threshold))} (ratio ${number(found.low, 2)} to ${number(found.high, 2)}, n = ${found.n_prompts})`
+      ? `${fewer(found, false)} at ${percent(Number(state.threshold))} (${fewer.interval(found)}, n = ${found.n_prompts})`
       : `n = ${dense.n_prompts} prompts`;
     this.redraw();
   }
   scene(width) {
     const colours = palette();
-    const height = width > 700 ? 300 : 250;
+    const height = width > 700 ? 320 : 270;
     const scene = new Scene(width, height);
     const box = { left: 64, top: 14, right: width - 12, bottom: height - 40 };
     const models = this.rows.models;
@@ -120,13 +124,13 @@ export class CurvePanel {
     ));
     const y = scale(
       Math.max(Math.min(-0.05, ...effects), -0.6),
-      Math.min(Math.max(1.1, ...effects), 1.6),
+      Math.min(Math.max(1, ...effects), 1.6) + 0.18, // room for the multiplier above the curves
       box.bottom,
       box.top,
     );
     drawAxes(scene, box, x, y, colours, {
-      xTitle: `${this.rows.edges} kept`,
-      yTitle: "explained effect",
+      xTitle: this.rows.name === "share" ? `${this.rows.edges}, largest first` : `${this.rows.edges} kept`,
+      yTitle: this.rows.name === "share" ? "share of attribution" : "explained effect",
       yFormat: (v) => percent(v),
       xTicks: 5,
       yTicks: 5,
@@ -143,8 +147,9 @@ export class CurvePanel {
     this.bracket(scene, x, y, threshold, colours);
     for (const role of ROLES) {
       const at = this.state?.chosen?.[role];
-      if (at === null || at === undefined || !models[role]) continue;
-      scene.circle(x.at(Math.max(models[role].curve.edges[at], 1)), y.at(models[role].curve.effect[at]), 5, {
+      if (!at?.edges || !models[role]) continue;
+      const py = Math.min(Math.max(y.at(at.effect), box.top), box.bottom);
+      scene.circle(x.at(at.edges), py, 5, {
         fill: colours[role],
         stroke: colours.card,
         thick: 2,
@@ -176,11 +181,15 @@ export class CurvePanel {
     const py = y.at(threshold);
     scene.line(left, py, right, py, { stroke: colours.ink, thick: 2 });
     for (const px of [left, right]) scene.line(px, py - 4, px, py + 4, { stroke: colours.ink, thick: 2 });
-    scene.text((left + right) / 2, py - 8, `${number(found.multiplier, 2)}×`, {
+    // Left of both curves there is room above the line; where one starts there, above both.
+    const text = fewer(found, false).replace(" fewer", "");
+    const free = left - x.at(x.from) > 8 * text.length + 12;
+    const middle = Math.max((left + right) / 2, x.at(x.from) + 4 * text.length);
+    scene.text(free ? left - 10 : middle, free ? py - 7 : y.at(y.to) + 12, text, {
       fill: colours.ink,
       size: 13,
       weight: 650,
-      anchor: "middle",
+      anchor: free ? "end" : "middle",
     });
   }
 }

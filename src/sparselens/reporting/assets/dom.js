@@ -44,10 +44,17 @@ export function percent(share, digits = 3) {
   return share === null || share === undefined ? "–" : `${number(100 * share, digits)}\u00a0%`;
 }
 
-/** 2.1 -> "2.1× fewer edges", 0.5 -> "2× more edges": what the sparse model needs, compared with the dense one. */
-export function timesFewer(multiplier) {
-  return multiplier >= 1 ? `${number(multiplier, 2)}× fewer edges` : `${number(1 / multiplier, 2)}× more edges`;
+const ratio = (value) => (value >= 99.95 ? whole.format(value) : value < 0.095 ? value.toFixed(2) : value.toFixed(1));
+const turned = ({ multiplier, low, high }) =>
+  multiplier >= 1 ? [multiplier, low, high, "fewer"] : [1 / multiplier, 1 / high, 1 / low, "more"];
+
+/** {multiplier, low, high} -> "2.2× fewer (1.9 to 2.5)", "1.9× more (1.2 to 2.4)": what the sparse model needs. */
+export function fewer(row, interval = true) {
+  if (!(row.multiplier > 0)) return "–"; // not measured
+  const [value, , , word] = turned(row);
+  return `${ratio(value)}× ${word}${interval ? ` (${fewer.interval(row)})` : ""}`;
 }
+fewer.interval = (row) => `${ratio(turned(row)[1])} to ${ratio(turned(row)[2])}`;
 
 /** Radio buttons that look like one control. options: [[value, label], ...] */
 export function segments(label, options, chosen, onChange) {

@@ -3,8 +3,8 @@
 import { element, number, percent, table } from "./dom.js";
 import { downloads } from "./download.js";
 
-/** rows: one per head with a place in the circuit or in the ranking. */
-function headRows(model, graph, live, density) {
+/** rows: one per head with a place in the circuit. */
+function headRows(graph, live, density) {
   const rows = new Map();
   const row = (name) => {
     if (!rows.has(name)) {
@@ -13,7 +13,6 @@ function headRows(model, graph, live, density) {
         name,
         layer,
         head,
-        rank: null,
         reads: 0,
         writes: 0,
         score: 0,
@@ -22,9 +21,6 @@ function headRows(model, graph, live, density) {
     }
     return rows.get(name);
   };
-  (model.heads ?? []).forEach((name, i) => {
-    row(name).rank = i + 1;
-  });
   for (const i of live) {
     const [from, to] = [graph.names[graph.from[i]], graph.names[graph.to[i]]];
     if (from.startsWith("a")) {
@@ -38,7 +34,6 @@ function headRows(model, graph, live, density) {
 
 const COLUMNS = [
   ["name", "Head", (row) => row.name],
-  ["rank", "Rank", (row) => number(row.rank)],
   ["score", "Score written", (row) => number(row.score)],
   ["reads", "Edges in", (row) => number(row.reads)],
   ["writes", "Edges out", (row) => number(row.writes)],
@@ -49,7 +44,7 @@ export class HeadsTable {
   constructor(onHead) {
     Object.assign(this, {
       onHead,
-      sort: "rank",
+      sort: "score",
       down: false,
       box: element("div", {
         class: "scroll tall",
@@ -75,14 +70,9 @@ export class HeadsTable {
       this.box,
     );
   }
-  show(role, model, graph, live, density) {
-    this.rows = headRows(model, graph, live, role === "sparse" ? density : null);
-    const wanted = model.heads_at
-      ? Object.entries(model.heads_at)
-          .map(([t, n]) => `${n} for ${percent(Number(t))}`)
-          .join(", ")
-      : "not measured";
-    this.note.textContent = `${role} model; whole heads needed when the others are corrupted: ${wanted}`;
+  show(role, graph, live, density) {
+    this.rows = headRows(graph, live, role === "sparse" ? density : null);
+    this.note.textContent = `${role} model: ${number(this.rows.length)} heads in this circuit`;
     this.draw();
   }
   sortable(key, title) {

@@ -4,13 +4,19 @@ import { element, freshId, number, percent, swatch } from "./dom.js";
 import { measuredAt } from "./curves.js";
 import { downloads } from "./download.js";
 
+/** A model's row as the slider walks it: over the example's own circuits where they were measured one prompt at a time. */
+export function walked(model) {
+  const { example_curve: curve, example_at: at } = model;
+  return curve ? { ...model, curve, edges_at: at ?? model.edges_at, single: true } : model;
+}
+
 /**
- * models: {role: {curve, edges_at, n_edges}}; view(role, tell) makes a picture {box, scene(width), show(at) -> a note,
+ * models: {role: {curve, edges_at, n_edges, single}}; view(role, tell) makes a picture {box, scene(width), show(at) -> a note,
  * columns, circuit() -> rows of what is drawn, words(what) -> nodes}, which calls tell(what) when that is pointed at.
  */
 export class KeptEdges {
-  constructor({ kind, label, task, models, nameOf, view, onKeep }) {
-    Object.assign(this, { task, models, onKeep, roles: Object.keys(models), kept: null, threshold: "0.9" });
+  constructor({ kind, label, task, reading, models, nameOf, view, onKeep }) {
+    Object.assign(this, { task, reading, models, onKeep, roles: Object.keys(models), kept: null, threshold: "0.9" });
     const id = freshId("edges");
     this.stops = [...new Set(this.roles.flatMap((role) => models[role].curve.edges))]
       .filter((n) => n > 0)
@@ -45,7 +51,7 @@ export class KeptEdges {
         "div",
         { class: "card-head" },
         element("h3", {}, swatch(role, name)),
-        downloads(`${kind === "graph" ? "circuit" : "attention-edges"}-${this.task}-${role}`, {
+        downloads(`circuit-${this.task}-${this.reading}-${role}`, {
           scene: () => view.scene(view.box.view.width),
           json: () => this.circuit(role),
           csv: () => [view.columns, ...view.circuit()],
@@ -78,18 +84,18 @@ export class KeptEdges {
 
   circuit(role) {
     const { columns } = this.views[role];
-    return { task: this.task, model: role, ...this.measured(role), columns, circuit: this.views[role].circuit() };
+    return { task: this.task, reading: this.reading, model: role, ...this.measured(role), columns, circuit: this.views[role].circuit() };
   }
 
-  /** Draws what the slider or the threshold asks for; returns {role: index on its curve} of the models shown. */
+  /** Draws what the slider or the threshold asks for; returns {role: {edges, effect}} of the models shown. */
   show(shown, threshold) {
     this.threshold = threshold;
     const chosen = {};
     for (const role of this.roles) {
       this.cards[role].hidden = !shown.has(role);
       if (!shown.has(role)) continue;
-      chosen[role] = this.chosen(role);
-      this.say(role, this.views[role].show(chosen[role]));
+      chosen[role] = this.measured(role);
+      this.say(role, this.views[role].show(this.chosen(role)));
     }
     const main = this.models[this.roles.includes("sparse") ? "sparse" : this.roles[0]];
     const at = this.kept ?? main.edges_at[threshold];
@@ -106,9 +112,13 @@ export class KeptEdges {
     const { edges, effect, low, high } = this.measured(role);
     this.texts[role].replaceChildren(
       element("b", { "data-edges": edges }, number(edges)),
-      ` of ${number(this.models[role].n_edges)} edges explain `,
+      ` of ${number(this.models[role].n_edges)} edges ${this.reading === "share" ? "hold" : "explain"} `,
       element("b", { "data-effect": effect }, edges ? percent(effect) : "nothing"),
-      edges ? element("span", { class: "note" }, ` (${percent(low)} to ${percent(high)})`) : "",
+      edges && !this.models[role].single
+        ? element("span", { class: "note" }, ` (${percent(low)} to ${percent(high)})`)
+        : this.models[role].single
+          ? " on this prompt."
+          : "",
       note ? element("span", { class: "note" }, ` ${note}`) : "",
     );
   }

@@ -74,10 +74,10 @@ function comparisonTable(summary) {
     ],
     any("circuit_edges") && [
       "Circuit",
-      `edges for 90 % of ${task}`,
+      `${summary.counted} for 90 % of ${task}`,
       (row) => ofTotal(row.circuit_edges, row.circuit_total),
     ],
-    any("heads") && ["Heads", `for 90 % of ${task}`, (row) => ofTotal(row.heads, row.heads_total)],
+    any("heads_edges") && ["Heads", `for 90 % of ${task}`, (row) => ofTotal(row.heads_edges, row.heads_total)],
   ].filter(Boolean);
   const caption = `${summary.title} (${summary.run}), ${number(rows[0].sequences)} held-out sequences; loss ± standard error`;
   return element(
@@ -95,7 +95,7 @@ function comparisonTable(summary) {
 }
 
 function ofTotal(part, total) {
-  return part === undefined || part === null ? "–" : [number(part), element("small", {}, ` of ${number(total)}`)];
+  return part === undefined || part === null ? "–" : [number(Math.round(part)), element("small", {}, ` of ${number(total)}`)];
 }
 
 export function showProvenance(footer, runs) {

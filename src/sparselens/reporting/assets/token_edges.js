@@ -1,10 +1,10 @@
-// A circuit of single attention edges on the tokens of an example prompt: positions across, layers upward, as in
-// figure 1. Heads that connect the same two tokens in the same layer are one line.
+// A circuit of single attention edges on the tokens of an example prompt: positions across, layers downward, as in
+// figure 3. Heads that connect the same two tokens in the same layer are one line.
 
 import { element, number } from "./dom.js";
 import { keepDrawn, palette } from "./palette.js";
 import { fit, paint, Scene, weakLines } from "./scene.js";
-import { tokenLabel, visible } from "./token_reads.js";
+import { visible } from "./token_reads.js";
 
 const EDGE_LEFT = 40;
 const EDGE_COLUMNS = ["layer", "head", "query", "key", "score", "weight"];
@@ -38,9 +38,9 @@ export class TokenView {
     this.tell(null);
     this.redraw();
     if (size <= listed) return "";
-    return listed < alive
-      ? `The ${number(listed)} strongest are drawn.`
-      : `Only the ${number(alive)} drawn carry anything.`;
+    return listed >= alive
+      ? `Only the ${number(alive)} drawn carry anything.`
+      : `The ${number(listed)} strongest are drawn.`;
   }
 
   /** One line per layer and pair of tokens, the strongest first. */
@@ -62,7 +62,7 @@ export class TokenView {
   circuit() {
     const token = (position) => this.tokens[position];
     return Array.from({ length: this.count }, (_, i) => [
-      ...EDGE_COLUMNS.map((name) => this.edges[name][i]),
+      ...EDGE_COLUMNS.map((name) => this.edges[name]?.[i] ?? null),
       token(this.edges.query[i]),
       token(this.edges.key[i]),
     ]);
@@ -112,40 +112,44 @@ export class TokenView {
   scene(width) {
     const colours = palette();
     const { n_layers: layers } = this.model;
-    const rise = Math.max(12, Math.min(48, 520 / layers));
-    const foot = 58;
+    const rise = (this.rise = Math.max(16, Math.min(48, 560 / layers)));
     const step = (width - EDGE_LEFT - 24) / Math.max(this.tokens.length - 1, 1);
-    const scene = new Scene(width, layers * rise + foot + 14);
+    const names = this.tokens.map((token) => [...(visible(token).trim() || "␣")]);
+    const upright = 7 * Math.max(...names.map((name) => name.length)) + 4 <= step; // all upright or all turned
+    const head = upright ? 34 : 76;
+    const scene = new Scene(width, layers * rise + head + 14);
     this.x = (position) => EDGE_LEFT + position * step;
-    this.y = (level) => scene.height - foot - level * rise;
+    this.y = (level) => head + level * rise;
     this.tokens.forEach((_, i) =>
       scene.line(this.x(i), this.y(0), this.x(i), this.y(layers), { stroke: colours.line, dash: [1, 3] }),
     );
     for (let layer = 0; layer < layers; layer += Math.ceil(14 / rise))
       scene.text(EDGE_LEFT - 16, this.y(layer + 0.5) + 4, layer, { fill: colours.soft, size: 11, anchor: "end" });
     this.lineShapes(scene, colours);
-    const longest = Math.max(...this.tokens.map((token) => [...token.trim()].length));
-    const room = 6.6 * longest + 2 <= step ? step : 0; // all upright or all turned
-    this.tokens.forEach((token, i) => {
+    names.forEach((name, i) => {
       const chosen = this.hover && (this.hover.query === i || this.hover.key === i);
-      const fill = chosen ? colours.mark : colours.ink;
-      if (step >= 9 || chosen) tokenLabel(scene, this.x(i), this.y(0) + 18, token, room, fill);
+      if (step < 9 && !chosen) return;
+      const text = name.length > 11 ? [...name.slice(0, 10), "…"].join("") : name.join("");
+      const look = { fill: chosen ? colours.mark : colours.ink, mono: true };
+      if (upright) scene.text(this.x(i), this.y(0) - 12, text, { ...look, size: 12, anchor: "middle" });
+      else scene.text(this.x(i) + 3, this.y(0) - 9, text, { ...look, size: 10.5, rotate: -65 });
     });
     return scene;
   }
 
   lineShapes(scene, colours) {
-    const top = Math.max(...this.lines.map((line) => line.size), 1e-12);
-    const faint = Math.min(1, Math.sqrt(60 / Math.max(this.lines.length, 1)));
+    // One line in fifty is drawn full: a single one must not make all others invisible.
+    const top = Math.max(this.lines[Math.floor(this.lines.length / 50)]?.size ?? 0, 1e-12);
+    const faint = Math.min(1, (200 / Math.max(this.lines.length, 1)) ** 0.6);
     const weak = weakLines();
     const dots = new Map();
     for (const line of [...this.lines].reverse()) {
-      const strength = Math.sqrt(line.size / top);
+      const strength = Math.sqrt(Math.min(1, line.size / top));
       const lit = this.hover === null || line === this.hover;
       const style = {
         stroke: line === this.hover ? colours.mark : colours[this.role],
         thick: (0.6 + 2.4 * strength) * Math.max(faint, 0.4),
-        opacity: (lit ? 1 : 0.35) * Math.max(0.2, strength * Math.max(faint, strength)),
+        opacity: (lit ? 1 : 0.35) * Math.max(0.12, (0.3 + 0.7 * strength) * Math.max(faint, strength ** 2)),
         dash: line.sum < 0 ? [4, 3] : null,
       };
       const ends = this.ends(line);
@@ -157,7 +161,8 @@ export class TokenView {
     scene.shapes.unshift(...weak.shapes());
     const many = this.lines.length > 300;
     const look = many ? { fill: colours.soft } : { fill: colours.card, stroke: colours.ink };
-    for (const [x, y] of dots.values()) scene.circle(x, y, many ? 1.2 : 2.6, look);
+    const radius = many ? 1.2 : Math.min(2.6, this.rise / 8);
+    for (const [x, y] of dots.values()) scene.circle(x, y, radius, look);
   }
 
   /** A line in words: which token reads which, through which heads. */
@@ -165,7 +170,7 @@ export class TokenView {
     if (!line) return ["Point at a line for its heads."];
     const { score, weight, head } = this.edges;
     const told = line.edges.slice(0, 4).map((i) => {
-      const share = weight[i] === null ? "" : `, weight ${number(weight[i], 2)}`;
+      const share = (weight?.[i] ?? null) === null ? "" : `, weight ${number(weight[i], 2)}`;
       return `a${line.layer}.h${head[i]} (score ${number(score[i], 2)}${share})`;
     });
     const more = line.edges.length > 4 ? ` and ${line.edges.length - 4} more` : "";

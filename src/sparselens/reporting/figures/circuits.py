@@ -1,11 +1,14 @@
-"""Figures 2 and 3 from rows: curves of explained effect, and circuits side by side. No torch, no models."""
+"""Figures 2 and 3 of a comparison; here figure 3 as a graph of components, circuits side by side. No torch."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from ...circuits.rows import ComparisonRows, CurveRow, MultiplierRow, Reading, wording
-from .style import BLUE, GREY, INK, LIGHT, ORANGE, SUFFIXES, Axes, pyplot, save
+from ...circuits.rows import ComparisonRows, Reading, TaskRow, wording
+from ..readings import count, ordered
+from .curves import draw_figure2
+from .style import BLUE, INK, LIGHT, SUFFIXES, Axes, pyplot, save
+from .token_circuits import draw_token_circuits, on_tokens
 
 
 def draw_all(
@@ -21,89 +24,34 @@ def draw_all(
     paths = []
     for suffix in suffixes:
         paths += draw_figure2(comparison, folder, part, suffix, threshold)
-        for i, task in enumerate(comparison["tasks"]):
+        for i, (task, row) in enumerate(comparison["tasks"].items()):
             # A task's name may come from a file that others have written.
             name = "".join(c if c.isalnum() or c in "-_" else "_" for c in task)[:80]
-            paths.append(folder / f"figure3{part}{f'-{name}' if i else ''}.{suffix}")
-            draw_circuits(comparison, task, paths[-1])
+            for reading, file in _pictures(row):
+                paths.append(folder / f"figure3{file}{part}{f'-{name}' if i else ''}.{suffix}")
+                if reading == "components":
+                    draw_circuits(comparison, task, paths[-1])
+                else:
+                    draw_token_circuits(comparison, task, reading, paths[-1])
     return paths
 
 
-def draw_figure2(comparison: ComparisonRows, folder: Path, part: str, suffix: str, threshold: float) -> list[Path]:
-    """figure2 over components, figure2-tokens over attention edges; of a single task, figure2 shows both."""
-    tasks = list(comparison["tasks"])
-    models = [model for row in comparison["tasks"].values() for model in row["models"].values()]
-    common = [reading for reading in models[0]["readings"] if all(reading in model["readings"] for model in models)]
-    paths = []
-    for reading in common:
-        panels = [(task, reading) for task in tasks]
-        if reading == common[0] and len(tasks) == 1:
-            panels = [(tasks[0], other) for other in (*common[1:2], reading)]
-        paths.append(folder / f"figure2{wording(reading).file}{part}.{suffix}")
-        draw_curves(comparison, panels, paths[-1], threshold)
-    return paths
-
-
-def draw_curves(comparison: ComparisonRows, panels: list[tuple[str, str]], path: Path, threshold: float = 0.9) -> None:
-    """Figure 2: explained effect over edges kept, log x, bands, the multiplier at the threshold.
-
-    panels: (task, reading) each.
-    """
-    names = comparison.get("names", {})
-    with pyplot() as plt:
-        size = (0.5 + 2.9 * len(panels), 2.7)
-        figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
-        for axis, (task, reading) in zip(axes[0], panels, strict=True):
-            row = comparison["tasks"][task]
-            models = {role: model["readings"][reading] for role, model in row["models"].items()}
-            for role, colour in (("control", GREY), ("dense", BLUE), ("sparse", ORANGE)):
-                if role in models:
-                    _draw_curve(axis, models[role]["curve"], colour, "-", names.get(role, role))
-            shown = models.get("sparse") or models["dense"]
-            if "random" in shown:
-                _draw_curve(axis, shown["random"], GREY, ":", "random")
-            found = row.get("multipliers", {}).get(reading, {}).get("dense", {})
-            _mark_threshold(axis, found.get(str(threshold)), threshold)
-            lowest = min(effect for model in models.values() for effect in model["curve"]["effect"])
-            axis.set(xscale="log", ylim=(min(-0.04, lowest - 0.05), 1.09), xlabel=wording(reading).axis)
-            title = {"ioi": "IOI", "ioi-long": "IOI Long"}.get(task, task.replace("-", " ").title())
-            axis.set_title(title, fontsize=10)
-            axis.set_xlim(1, max(model["n_edges"] for model in models.values()) * 1.1)
-            axis.set_yticks([0, 0.25, 0.5, 0.75, 1])
-            axis.tick_params(labelsize=8, color=GREY)
-            for side in ("top", "right"):
-                axis.spines[side].set_visible(False)
-            axis.legend(fontsize=7, loc="best", frameon=False, handlelength=1.4)
-        axes[0][0].set_ylabel("Explained Effect")
-        save(figure, path)
-
-
-def _draw_curve(axis: Axes, curve: CurveRow, colour: str, style: str, label: str) -> None:
-    rows = zip(curve["edges"], curve["effect"], curve["low"], curve["high"], strict=True)
-    points = [row for row in rows if row[0] > 0]
-    if not points:
-        return
-    x, effect, low, high = zip(*points, strict=True)
-    axis.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
-    axis.plot(x, effect, color=colour, linestyle=style, linewidth=1.6 if style == "-" else 1.0, label=label)
-
-
-def _mark_threshold(axis: Axes, found: MultiplierRow | None, threshold: float) -> None:
-    axis.axhline(threshold, color=INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
-    if found is None:
-        return
-    left, right = sorted(max(found[name], 1) for name in ("sparse_edges", "dense_edges"))
-    axis.plot([left, right], [threshold] * 2, color=INK, linewidth=1.6, marker="|", markersize=6)
-    middle = (left * right) ** 0.5
-    back = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.6}  # readable where curves pass behind
-    label = f"{found['multiplier']:.1f}x"
-    axis.text(middle, threshold + 0.03, label, ha="center", va="bottom", fontsize=9, color=INK, bbox=back)
+def _pictures(row: TaskRow) -> list[tuple[str, str]]:
+    """(reading, end of the file's name): the first reading whose circuits can be drawn, and the component graph."""
+    found = ordered(
+        name
+        for model in row["models"].values()
+        for name, reading in model["readings"].items()
+        if on_tokens(reading) or name == "components"
+    )
+    chosen = [name for i, name in enumerate(found) if i == 0 or name == "components"]
+    return [(name, "" if i == 0 else wording(name).file) for i, name in enumerate(chosen)]
 
 
 def draw_circuits(comparison: ComparisonRows, task: str, path: str | Path) -> None:
     """Figure 3: the circuits that explain 90 %, side by side; a row of heads and an MLP per layer, layers downward."""
     models, names = comparison["tasks"][task]["models"], comparison.get("names", {})
-    roles = [role for role in ("sparse", "dense") if role in models]
+    roles = [role for role in ("sparse", "dense") if role in models and "components" in models[role]["readings"]]
     shapes = [(int(models[role]["n_layers"]), int(models[role]["n_heads"])) for role in roles]
     width = max(n_heads for _, n_heads in shapes) + 2
     height = max(n_layers for n_layers, _ in shapes) + 3
@@ -179,9 +127,9 @@ def _draw_circuit(axis: Axes, found: Reading, shape: tuple[int, int]) -> None:
     axis.text(n_heads + 0.2, 0.15, "MLP", va="bottom", **labels)
     heads = sum(node[0] == "a" for node in active)
     n_edges = found["edges_at"]["0.9"]
-    note = f"{n_edges:,} edges, {heads} of {n_layers * n_heads} heads"
+    note = f"{count(n_edges)} edges, {heads} of {n_layers * n_heads} heads"
     if n_edges > len(edges):  # a long circuit is listed in part (`discover`), and so it is drawn
-        note = f"{n_edges:,} edges, the strongest {len(edges):,}\ndrawn: {heads} of {n_layers * n_heads} heads"
+        note = f"{count(n_edges)} edges, the strongest {len(edges):,}\ndrawn: {heads} of {n_layers * n_heads} heads"
     axis.text((n_heads - 1) / 2, -(n_layers - 1) - 2.6, note, va="top", ha="center", fontsize=8, color=INK)
     axis.set_xlim(-0.9, n_heads + 0.9 + 0.25 * n_layers**0.7)
     axis.set_ylim(-(n_layers - 1) - 3.2, 2.2)

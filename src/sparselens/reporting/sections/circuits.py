@@ -16,16 +16,19 @@ from typing import Any
 import numpy as np
 
 from ...circuits.circuit import Circuit
-from ...circuits.rows import ComparisonRows, Reading, Results, TaskRow, comparison, wording
+from ...circuits.rows import TASK, ComparisonRows, Reading, Results, TaskRow, comparison, wording
 from ...models.component_graph import Components
 from ...runs.about import about
 from ...runs.run import Run, read_json
 from ..packing import finite, short
+from ..readings import ordered, question, scope_of
 from . import Section
 
-MOST = 3000  # edges to draw per model
+MOST, FEWER = 3000, 1000  # edges to draw per model; of attention edges beyond the headline reading
 ROLES = ("dense", "control", "sparse")
-DRAWN = ("circuit", "columns", "length")  # of a reading: what is told otherwise
+ON_TOKENS = {"layer", "head", "query", "key", "score"}  # columns of circuits that can be drawn on tokens
+# Of a reading: what is told otherwise, and what the page does not show.
+DRAWN = ("circuit", "columns", "length", "edges_per_prompt", "rankings", "alternatives", "checks")
 
 
 def circuits(run: Run) -> dict[str, Any] | None:
@@ -59,12 +62,14 @@ def comparisons(folder: Path) -> tuple[list[tuple[Path, ComparisonRows]], list[s
 
 def _task(name: str, row: TaskRow, path: Path) -> dict[str, Any]:
     models = {role: row["models"][role] for role in ROLES if role in row["models"]}
-    readings = dict.fromkeys(reading for model in models.values() for reading in model["readings"])
+    readings = ordered(reading for model in models.values() for reading in model["readings"])
     return {
         "name": name, "metric": next(iter(models.values())).get("metric"), "overlap": row.get("overlap"),
         "models": {role: _model(model) for role, model in models.items()},
-        "readings": [_reading(reading, name, models, path) for reading in readings],
-        "multipliers": finite(row.get("multipliers", {})),
+        "readings": [
+            _reading(reading, name, models, path, MOST if i == 0 else FEWER) for i, reading in enumerate(readings)
+        ],
+        "multipliers": finite(row.get("multipliers", {})), "open_edges": finite(row.get("open_edges")),
     }  # fmt: skip
 
 
@@ -72,37 +77,53 @@ def _model(results: Results) -> dict[str, Any]:
     """What belongs to the model, whatever the reading."""
     told = ("task", "metric", "model", "readings", "seconds")
     found = {name: value for name, value in results.items() if name not in told}
+    found["leading"] = {k: v for k, v in results.get("leading", {}).items() if k != "per_prompt"}
     if "open_edges" in results:
         found["open_edges"] = {k: v for k, v in results["open_edges"].items() if k not in ("open", "columns")}
     return finite(found)
 
 
-def _reading(reading: str, task: str, models: dict[str, Results], path: Path) -> dict[str, Any]:
-    """One reading of a task, in words and for every model it was measured in.
+def _reading(reading: str, task: str, models: dict[str, Results], path: Path, most: int) -> dict[str, Any]:
+    """One reading of a task, in words and for every model it was measured in, the headline's first.
 
     picture: how its circuits are drawn: as a graph of components, on tokens, or not at all.
     """
-    words, shown, picture = wording(reading), {}, None
-    for role, results in models.items():
-        found = results["readings"].get(reading)
-        if not found:
-            continue
+    words, shown = wording(reading), {}
+    rows = {role: results["readings"][reading] for role, results in models.items() if reading in results["readings"]}
+    picture = _picture(reading, list(rows.values()))
+    for role, found in rows.items():
+        results = models[role]
         drawn: dict[str, Any] = {"n_layers": results["n_layers"], "n_heads": results["n_heads"]}
-        picture = "tokens" if "columns" in found else "graph" if reading == "components" else None
         if picture == "tokens":
-            drawn |= _on_tokens(found)
+            drawn["edges"] = _on_tokens(found, most)
         elif picture == "graph":
             drawn["edges"], drawn["prefix"] = drawable(results, _whole(path.parent, task, role))
         shown[role] = finite({name: value for name, value in found.items() if name not in DRAWN}) | drawn
-    title = task if reading == "components" else f"{task}: {words.label.lower()}"
-    return {"name": reading, "title": title, "edges": words.edges, "picture": picture, "models": shown}
+    scope = scope_of(shown.values())
+    return {
+        "name": reading, "title": task, "label": words.label, "short": _short(reading), "edges": words.edges,
+        "scope": scope, "question": question(reading, scope), "picture": picture, "models": shown,
+    }  # fmt: skip
 
 
-def _on_tokens(found: Reading) -> dict[str, Any]:
+def _short(reading: str) -> str:
+    """Its own name, as on the command line, in a row of others."""
+    base = reading.removesuffix(TASK)
+    return base.replace("-", ", ") + ("" if base == reading else ", per task")
+
+
+def _picture(reading: str, rows: list[Reading]) -> str | None:
+    if not all("curve" in found for found in rows):
+        return None
+    if all(set(found.get("columns", ())) >= ON_TOKENS and found.get("tokens") for found in rows):
+        return "tokens"
+    return "graph" if reading == "components" else None
+
+
+def _on_tokens(found: Reading, most: int) -> dict[str, Any]:
     """The attention edges behind a curve, best first, as columns: the first n are the circuit of size n."""
-    names, rows = found["columns"], found["circuit"]
-    edges = {name: short([row[i] for row in rows], 4 if name == "weight" else 6) for i, name in enumerate(names)}
-    return {"tokens": found["tokens"], "edges": edges}
+    names, rows = found["columns"], found["circuit"][:most]
+    return {name: short([row[i] for row in rows], 4 if name == "weight" else 6) for i, name in enumerate(names)}
 
 
 def _whole(folder: Path, task: str, role: str) -> Circuit | None:

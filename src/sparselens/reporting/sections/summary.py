@@ -3,11 +3,13 @@
 Every verdict is a rule below, computed from the Run's own numbers: none is written by hand.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
-from ...circuits.rows import MEAN, wording
+from ...circuits.rows import MEAN, MultiplierRow, wording
 from ...runs.about import About, about
 from ..packing import finite
+from ..readings import THRESHOLD, count, fewer, ordered
 from . import Section, Shown
 from .training import resume_command, title
 
@@ -28,7 +30,7 @@ def summary(shown: Shown) -> dict[str, Any]:
         "title": title(run), "kind": run.record.get("kind", "run"), "run": run.path.name, "exact": told.exact,
         "sentence": _sentence(title(run), rows, results, config, told),
         "table": [_table_row(role, rows[role], task) for role in ROLES if role in rows],
-        "task": task["name"] if task else None,
+        "task": task["name"] if task else None, "counted": task["readings"][0]["edges"] if task else None,
         "verdicts": verdicts(rows, results, config, circuits, shown["attribution"]),
         # Every single number of a transcoder's results.
         "facts": [[key.replace("_", " "), value] for key, value in results.items() if isinstance(value, int | float)]
@@ -66,11 +68,12 @@ def _table_row(role: str, row: Row, task: Row | None) -> dict[str, Any]:
     names = ("loss", "loss_standard_error", "kl_to_base", "density", "edges_per_query", "exact", "sequences")
     found = {"role": role} | {name: row.get(name) for name in names}
     name = "dense" if role == "base" else role
-    if task and name in task["models"]:
-        graph, model = task["readings"][0]["models"][name], task["models"][name]
-        found |= {"circuit_edges": graph["edges_at"].get("0.9"), "circuit_total": graph["n_edges"]}
-        found["heads"] = model.get("heads_at", {}).get("0.9")
-        found["heads_total"] = model["n_layers"] * model["n_heads"]
+    if task:
+        whole: Row = next((reading for reading in task["readings"] if reading["edges"] == "heads"), {"models": {}})
+        for what, models in (("circuit", task["readings"][0]["models"]), ("heads", whole["models"])):
+            model = models.get(name, {})
+            found[f"{what}_edges"] = model.get("edges_at", {}).get(THRESHOLD)
+            found[f"{what}_total"] = model.get("n_edges")
     return found
 
 
@@ -180,23 +183,45 @@ def _on_unseen(rows: dict[str, Row], summary: Row, config: Row, what: str) -> li
 
 
 def _of_circuit(task: dict[str, Any]) -> list[Verdict]:
-    found = []
-    for reading, baselines in task.get("multipliers", {}).items():
-        for baseline, thresholds in baselines.items():
-            m, mean = thresholds.get("0.9"), thresholds.get(MEAN)
-            if not m:
-                continue
-            state = "met" if m["low"] > 1 else "missed" if m["high"] < 1 else "care"
-            text = f"{m['multiplier']:.1f}x fewer" if m["multiplier"] >= 1 else f"{1 / m['multiplier']:.1f}x more"
-            detail = (
-                f"for 90 % of the effect {m['dense_edges']:,} edges in the {OTHERS[baseline]}, {m['sparse_edges']:,} "
-                f"in the sparse model: {text} (ratio {m['low']:.2g} to {m['high']:.2g}, n = {m['n_prompts']} prompts)"
-            )
-            if mean:
-                detail += f"; mean ratio from 50 to 95 %: {mean['multiplier']:.2g}"
-            against = "" if baseline == "dense" else f", against the {baseline}"
-            found.append(_verdict(state, f"{wording(reading).label} of {task['name']}{against}", detail))
+    """The headline reading against both models, all that leads to the answer, and the component graph; no more."""
+    multipliers, name = task.get("multipliers", {}), task["name"]
+    found, readings = [], ordered(multipliers)
+    for reading in readings[:1]:
+        for baseline in ("dense", "control"):
+            found += _of_reading(name, reading, baseline, multipliers[reading].get(baseline, {}))
+    found += _of_open_edges(task)
+    if "components" in readings[1:]:
+        found += _of_reading(name, "components", "dense", multipliers["components"].get("dense", {}))
     return found
+
+
+def _of_reading(task: str, reading: str, baseline: str, thresholds: dict[str, MultiplierRow]) -> list[Verdict]:
+    m, mean, words = thresholds.get(THRESHOLD), thresholds.get(MEAN), wording(reading)
+    if not m:
+        return []
+    detail = (
+        f"for 90 % of the effect {count(m['dense_edges'])} {words.edges} in the {OTHERS[baseline]}, "
+        f"{count(m['sparse_edges'])} in the sparse model: {fewer(m)}, n = {m['n_prompts']} prompts"
+    )
+    if mean:
+        detail += f"; mean from 50 to 95 %: {fewer(mean, interval=False)}"
+    against = "" if baseline == "dense" else f", against the {baseline}"
+    return [_verdict(_state(m), f"{words.label} of {task}{against}", detail)]
+
+
+def _of_open_edges(task: dict[str, Any]) -> list[Verdict]:
+    row = task.get("open_edges")
+    if not row:
+        return []
+    detail = (
+        f"{count(row['dense'])} edges lead to the answer in the dense base, {count(row['sparse'])} in the sparse "
+        f"model: {fewer(row)}, n = {row['n_prompts']} prompts; no search involved"
+    )
+    return [_verdict(_state(row), f"All of it, {task['name']}", detail)]
+
+
+def _state(row: Mapping[str, Any]) -> str:
+    return "met" if row["low"] > 1 else "missed" if row["high"] < 1 else "care"
 
 
 def _settings(config: dict[str, Any]) -> list[list[str]]:
