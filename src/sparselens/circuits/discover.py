@@ -37,7 +37,7 @@ from .prompt_curves import usable
 from .readings import EdgeReader
 from .rows import CurveRow, Reading, Results, wording
 from .run import Patcher
-from .scores import check_exact, eap, estimate_memory, exact
+from .scores import GimDecoder, check_exact, eap, estimate_memory, exact
 
 Say = Callable[[str], None]
 FEWEST = 4  # prompts the model must get right
@@ -332,6 +332,7 @@ class _Discovery:
             patcher = Patcher(decoder, prompts, settings.ablation, settings.memory_mb)
             with self.bar("patching", "edge", n_edges) as bar:
                 return exact(patcher, bar.update)
+        decoder = GimDecoder(decoder.model) if settings.method == "gim" else decoder
         steps = settings.steps if settings.method == "eap-ig" else 0
         n, tokens = prompts.clean.shape
         shape = tokens, prompts.position.shape[1], decoder.config.vocab_size, decoder.gates is not None

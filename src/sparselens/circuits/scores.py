@@ -1,4 +1,4 @@
-"""Score every edge by what removing it would change: EAP, EAP-IG on inputs, exact patching.
+"""Score every edge by what removing it would change: EAP, EAP-IG on inputs, GIM, exact patching.
 
     score(u -> v) = < what u writes (clean) - what u writes (corrupted),  gradient of the metric at v's input >
 
@@ -13,7 +13,8 @@ corrupted and the clean embeddings, and averages:
 
 With "own", small edges are scored by the clean gradient, which is exact for them, and an edge that carries everything
 by the whole path, which it would cover. That ranks all edges more like exact patching; the few largest, which make the
-circuit, are chosen better by "whole" (docs/circuits.md). Exact patching removes every edge in turn.
+circuit, are chosen better by "whole" (docs/circuits.md). GIM is EAP with other rules in the backward pass (GimDecoder).
+Exact patching removes every edge in turn.
 
 No copy of the residual stream is kept per head. Going back through a block:
 
@@ -26,17 +27,18 @@ No copy of the residual stream is kept per head. Going back through a block:
 Stored per token: block inputs, differences of z, differences of MLP outputs: 3 * n_layers * d_model numbers.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..models.architectures import Dimensions
-from ..models.decoder import Decoder
+from ..models.architectures import Dimensions, Parts, softcapped, unembedding
+from ..models.decoder import Decoder, Norm
 from ..runs import distributed
 from ..tasks.prompts import Prompts
 from .run import Ablation, Patcher
@@ -316,3 +318,100 @@ def _add(readers: Tensor, rows: list[int], block: list[Tensor], first: int, scor
     products = torch.cat(block) @ readers.flatten(1).T
     scores[rows, first : first + len(products)] += products.T.double().cpu()
     return first + len(products)
+
+
+@dataclass(frozen=True)
+class BackwardRules:
+    """Where GIM's backward pass is not the derivative. All ones and no frozen norm: EAP."""
+
+    temperature: float = 2.0  # of attention's softmax
+    freeze_norms: bool = True  # denominators are constants; the mean that a LayerNorm subtracts is not
+    q: float = 0.25  # factors of gradients: a product shares its gradient among its two factors, and q and k come
+    k: float = 0.25  # in by two products, q k and weights v
+    v: float = 0.5
+    gated_mlp: float = 0.5  # act(gate) * up
+
+
+class GimDecoder(Decoder):
+    """The same forward pass, with GIM's rules in the backward pass: `eap` with this decoder gives GIM's scores.
+
+    The rules are those of Edin et al., arXiv:2505.17630, as github.com/corticph/gim has them (its TransformerLens path;
+    no code is taken from there). Softmax: dx = p (g - <p, g>) with p = softmax(x / T), x as attention uses it (capped,
+    masked) and no 1 / T. Factors on q, k and v of every head. Frozen: all norms, those of queries and keys, after a
+    part and before the logits included. Their edge score is EAP's: (clean - corrupted) * gradient on the clean prompt.
+    Differences: gate and up have one factor (both are halved, so that the MLP is); a softmax in the metric keeps its
+    derivative, theirs does not; gates, which they have not, are constants, and p is what the heads' weights would be at
+    x / T behind the same gates. Their package left gated MLPs alone up to 0.1.4, the paper's own code halves them.
+    """
+
+    def __init__(self, model: nn.Module, rules: BackwardRules | None = None):
+        super().__init__(model)
+        self.rules = rules = rules or BackwardRules()
+        self.last = unembedding(model)
+        if rules.freeze_norms:
+            self.parts = [_with_frozen_norms(part) for part in self.parts]
+            self.last = self.last._replace(norm=_FrozenNorm(self.last.norm))
+        # T times the derivative of attention at x / T is the rule for q and k; gates S + b > 0 stay as they are.
+        self._soft, t = copy.copy(self), rules.temperature
+        soft = [(part.scale / t, part.softcap and part.softcap / t) for part in self.parts]
+        self._soft.parts = [replace(p, scale=s, softcap=c) for p, (s, c) in zip(self.parts, soft, strict=True)]
+        self._soft.gates = self.gates and [bias / t for bias in self.gates]
+
+    def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor, heads: Tensor | None = None) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().mix(layer, q, k, v, heads)
+        rules = self.rules
+        q, k, v = _slower(q, rules.q), _slower(k, rules.k), _slower(v, rules.v)
+        z = super().mix(layer, q.detach(), k.detach(), v, heads)
+        soft = Decoder.mix(self._soft, layer, q, k, v.detach(), heads)
+        return z.add(soft - soft.detach(), alpha=rules.temperature)
+
+    def mlp(self, layer: int, x: Tensor) -> Tensor:
+        gated = any(hasattr(self.parts[layer].mlp, name) for name in ("gate_proj", "gate_up_proj"))
+        return _slower(super().mlp(layer, x), self.rules.gated_mlp if gated else 1.0)
+
+    def unembed(self, x: Tensor) -> Tensor:
+        logits = self.last.norm(x) @ self.last.weight
+        return softcapped(logits if self.last.bias is None else logits + self.last.bias, self.last.softcap)
+
+
+def _slower(x: Tensor, factor: float) -> Tensor:
+    """x itself, with `factor` times its gradient."""
+    x = x.view_as(x)
+    if x.requires_grad:
+        x.register_hook(lambda gradient: factor * gradient)
+    return x
+
+
+def _with_frozen_norms(part: Parts) -> Parts:
+    names = ("attention_norm", "attention_post", "mlp_norm", "mlp_post", "query_norm", "key_norm")
+    frozen: dict[str, Any] = {n: _FrozenNorm(norm) for n in names if (norm := getattr(part, n)) is not None}
+    return replace(part, **frozen)
+
+
+class _FrozenNorm(nn.Module):
+    """A norm whose denominators are constants in the backward pass."""
+
+    def __init__(self, norm: nn.Module):
+        super().__init__()
+        self.norm = norm
+        self.held: Norm | None = None  # asked of the norm once, when it is clear how wide it is
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.held is None:
+            with torch.no_grad():
+                self.held = Norm(self.norm, x[(0,) * (x.ndim - 1)])
+        out: Tensor = _Freeze.apply(x, self.norm, copy.copy(self.held))  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Freeze(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, norm: nn.Module, held: Norm) -> Any:
+        held(x)  # keeps the denominators
+        ctx.held = held
+        return norm(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.held.pull(gradients[0]), None, None

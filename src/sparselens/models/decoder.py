@@ -196,7 +196,8 @@ class Decoder:
             return weights
         weights = weights * gated_pattern(q.detach(), k.detach(), bias, **options)[0].gate
         if self.normalise == "open":
-            weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+            total = weights.sum(-1, keepdim=True)
+            weights = weights / torch.where(total > 0, total, 1.0)  # by almost nothing: gradients of infinity times 0
         return weights
 
     def looks(self, layer: int) -> PatternOptions:
