@@ -88,7 +88,8 @@ def test_a_stranger_adds_a_task_in_one_file(base, tmp_path, monkeypatch, capsys)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(tasks.registry, "_REGISTRY", tasks.registry._REGISTRY.copy())  # other tests must not see it
     __import__("strangers_task")
-    small = "--prompts 8 --points 4 --steps 2 --readings removed components --no-random-control".split()
+    small = ["--prompts", "8", "--points", "4", "--steps", "2", "--no-random-control"]
+    small += ["--readings", "removed", "components"]
     main(["discover", str(base), "--task", "again", "--out", str(tmp_path / "found"), *small])
     results = json.loads((tmp_path / "found" / "results.json").read_text())
     assert results["task"] == "again" and (tmp_path / "found" / "circuit.json").is_file()

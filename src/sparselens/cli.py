@@ -13,7 +13,7 @@ import tyro
 from tyro.conf import OmitArgPrefixes, Positional
 
 from . import demo as demo  # registers its task and data, as a user's module would
-from .config import Search, Sparsify, Text, Trace, Transcode
+from .config import Ask, Search, Sparsify, Text, Trace, Transcode
 from .runs import distributed
 
 
@@ -55,7 +55,8 @@ class SparsifyCommand:
 
 @dataclasses.dataclass(frozen=True)
 class PlanCommand:
-    """Memory, time and disk that `sparsify` with the same settings will need; refuses what cannot fit."""
+    """Memory, time and disk that `sparsify` with the same settings will need, or `compare` on some tasks (--tasks);
+    refuses what cannot fit."""
 
     model: Positional[str]
     """Hugging Face name, model folder, config.json or .gguf file; only the configuration is read."""
@@ -69,16 +70,32 @@ class PlanCommand:
     """Speed of one GPU, if known. Default: measured here, or worked out for an H200 where there is no GPU."""
     out: Path = Path()
     """Where the Run will be: its disk must have room."""
+    tasks: tuple[str, ...] = ()
+    """Plan for `compare` on these tasks instead: dense, control and sparse model, attention edges and heads."""
+    prompts: int = 64
+    """With --tasks: prompts of each task."""
+    readings: tuple[Ask, ...] = Search.readings
+    """With --tasks: which questions are asked (`sparselens compare --help`)."""
     settings: OmitArgPrefixes[Sparsify] = dataclasses.field(default_factory=Sparsify)
     text: OmitArgPrefixes[Text] = dataclasses.field(default_factory=Text)
 
     def __call__(self) -> None:
-        from .training.plan import plan
+        options = dict(vars(self))
+        names, search = options.pop("tasks"), Search(prompts=options.pop("prompts"), readings=options.pop("readings"))
+        if not names:
+            from .training.plan import plan
 
-        found = plan(**vars(self))
-        print(found)
-        if found.problem():
-            raise ValueError(found.problem())
+            return _planned(plan(**options))
+        from .circuits.estimate import plan_task
+
+        for task in names:
+            _planned(plan_task(self.model, task, search, gpus=self.gpus))
+
+
+def _planned(found: Any) -> None:
+    print(found)
+    if found.problem():
+        raise ValueError(found.problem())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Readings of attention edges as rows: by hand, in pieces, over processes; curves of single prompts."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,9 +25,10 @@ from sparselens.circuits.prompt_curves import (
 )
 from sparselens.circuits.readings import EdgeReader, _alternatives
 from sparselens.circuits.rows import SCOPES, WORDING, Reading, wording
+from sparselens.cli import main
 from sparselens.config import Gate, Search
 from sparselens.models.decoder import Decoder
-from sparselens.models.loading import add_gates
+from sparselens.models.loading import add_gates, save
 
 THRESHOLDS = ["0.8", "0.9", "0.95", "0.98"]
 
@@ -274,6 +276,54 @@ def test_what_it_will_need_is_said_before_it_starts():
     assert "about 3 min" in str(Need("ioi", 10, 5, 100, 2**30, 180.0)) and "1.00 GiB" in str(
         Need("i", 1, 5, 9, 2**30, 1)
     )
+
+
+def test_plan_says_what_compare_will_need(tmp_path, capsys, monkeypatch):
+    """Prompts, tokens and edges as `compare` itself says them, without the weights; and what cannot fit is refused."""
+    model, said = tiny_model("llama"), []
+    save(model, tiny_tokenizer(), tmp_path / "model")
+    rows = [
+        {"clean": p.clean, "corrupted": p.corrupted, "answer": p.answer, "wrong": p.wrong}
+        for p in chosen([model]).pairs
+    ]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "model" / "model.safetensors").unlink()
+    ask = ["plan", str(tmp_path / "model"), "--tasks", str(tmp_path / "mine.jsonl"), "--prompts", "6"]
+    main([*ask, "--gpus", "0"])
+    main([*ask, "--gpus", "1"])
+    planned = capsys.readouterr().out.splitlines()
+    discover(
+        model, tiny_tokenizer(), tmp_path / "mine.jsonl", prompts=6, points=3, readings=("share",), say=said.append
+    )
+    own = next(line for line in said if "attention edges each" in line).split(";")[0]
+    assert len(planned) == 2 and all(own in line and "GiB of weights" in line for line in planned)
+    monkeypatch.setattr("sparselens.circuits.estimate.available_memory", lambda *a: 1.0)
+    with pytest.raises(SystemExit):
+        main(ask)
+    assert "mine needs" in capsys.readouterr().err
+
+
+def test_what_is_measured_is_not_lost_with_a_later_task(tmp_path, monkeypatch):
+    from sparselens.circuits import compare as comparison
+
+    model = tiny_model("llama")
+    good = chosen([model])
+    whole = comparison.discover_on
+
+    def fails(model, name, *args, **options):
+        if name == "bad":
+            raise MemoryError("out of memory")
+        return whole(model, name, *args, **options)
+
+    monkeypatch.setattr(comparison, "discover_on", fails)
+    settings = Search(prompts=6, points=3, readings=("share",))
+    with pytest.raises(MemoryError):
+        compare(
+            model, model, [good, replace(good, name="bad")], tokenizer=tiny_tokenizer(), settings=settings,
+            out=tmp_path, json=tmp_path / "all.json", **QUIET,
+        )  # fmt: skip
+    assert list(json.loads((tmp_path / "results.json").read_text())["tasks"]) == [good.name]
+    assert list(json.loads((tmp_path / "all.json").read_text())["open_edges"]) == [good.name]
 
 
 def test_prompts_that_do_not_fit_are_refused(monkeypatch):

@@ -36,7 +36,8 @@ def build(folder: Path) -> None:
     pairs = chosen([load(folder / "base")[0]]).pairs[:16]
     rows = [{"clean": p.clean, "corrupted": p.corrupted, "answer": p.answer, "wrong": p.wrong} for p in pairs]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    search = "--prompts 4 --points 3 --steps 2 --readings removed components --no-random-control".split()
+    search = ["--prompts", "4", "--points", "3", "--steps", "2", "--no-random-control"]
+    search += ["--readings", "removed", "components"]
     _do(folder, ["discover", "base", "--task", "pairs.jsonl", "--out", "run/circuits", *search])
     _do(folder, ["trace", "run", "--transcoder", "coder", "--prompt", PROMPT, "--out", "run/trace", "--checks", "2"])
     _do(folder, ["report", "run"])

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..gating import allowed_pairs
+from ..models.architectures import Dimensions
 from ..models.decoder import Decoder
 from ..models.hooks import patch
 from ..tasks.prompts import Prompts
@@ -182,14 +183,18 @@ class AttentionEdges:
 
 
 def bytes_per_prompt(decoder: Decoder, prompts: Prompts) -> float:
+    """What one prompt needs while it is read."""
+    return prompt_bytes(decoder.dims, decoder.vocabulary, prompts.clean.shape[1], prompts.position.shape[1])
+
+
+def prompt_bytes(d: Dimensions, vocabulary: int, tokens: int, reads: int) -> float:
     """Masks, ranks, patterns and their gradients of all layers; residual streams; logits at the reads, several times.
 
     Peaks are measured in tests/circuits/test_attention_edges.py.
     """
-    d, tokens = decoder.dims, prompts.clean.shape[1]
     patterns = 56.0 * d.n_layers * d.n_heads * tokens**2
     streams = 80.0 * d.n_layers * d.d_model * tokens
-    return patterns + streams + 60.0 * prompts.position.shape[1] * decoder.vocabulary
+    return patterns + streams + 60.0 * reads * vocabulary
 
 
 def over_prompts(parts: Iterator[Some], make: Callable[[Some], Tensor]) -> Tensor:

@@ -88,17 +88,21 @@ def compare(
                 say(f"{name}: {role}")
                 circuits[role] = discover_on(model, name, prompts, settings, show_progress=show_progress, say=say)
             result["tasks"][name], result.circuits[name] = _row(circuits, settings.seed), circuits
+            _write(result, name, folder, file)  # after every task: what is measured is not lost with a later one
     if not result["tasks"]:
         raise NoEffect("no task is left: " + "; ".join(result["left_out"].values()))
+    return result
+
+
+def _write(result: Comparison, task: str, folder: Path | None, file: Path | None) -> None:
+    """Everything measured so far, and the circuits of this task."""
     if file is not None:
         write_json(file, published(result) | {"provenance": provenance()})
     if folder is not None:
         write_json(folder / "results.json", result | {"provenance": provenance()})
-        for task, circuits in result.circuits.items():
-            for role, circuit in circuits.items():
-                if "components" in circuit.results["readings"]:
-                    circuit.save(folder / f"circuit-{task}-{role}.json")
-    return result
+        for role, circuit in result.circuits[task].items():
+            if "components" in circuit.results["readings"]:
+                circuit.save(folder / f"circuit-{task}-{role}.json")
 
 
 def _found(tasks: str | Sequence[str | registry.Task]) -> list[registry.Task]:

@@ -1,4 +1,4 @@
-"""What reading a task will need, before it starts: memory at a time, and minutes.
+"""What reading tasks will need, before it starts: memory, and minutes. `plan` asks it without the weights.
 
 The unit of time is one run of the model over a prompt; a gradient counts as three. How long a run takes is measured on
 the models at hand (`discover`, `compare`), or worked out from the speed of a matrix product (`plan`).
@@ -7,19 +7,25 @@ the models at hand (`discover`, `compare`), or worked out from the speed of a ma
 import math
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
 
+from .. import tasks
 from ..config import Search
+from ..models.architectures import dimensions, mlp_width
 from ..models.decoder import Decoder
-from ..tasks.prompts import Prompts
-from .attention_edges import AttentionEdges, Others, bytes_per_prompt
+from ..models.loading import SAFE, refusing
+from ..tasks.prompts import Prompts, build, of_common_length
+from ..training.plan import available_memory, matmul_flops, read_config
+from .attention_edges import AttentionEdges, Others, bytes_per_prompt, prompt_bytes
 from .prompt_curves import n_columns
 from .rankings import GRADIENT, LEARNT_STEPS, RANKINGS, runs
 
 ALL_OTHERS: tuple[Others, ...] = ("removed", "corrupted", "mean")
-SPEED_SHARE = 0.35  # of a large matrix product's speed that runs on short prompts reach
+CPU_SHARE = 0.3  # of a large matrix product's speed that runs on short prompts reach
+GPU_FLOPS, GPU_LAUNCHES, GPU_LAUNCH = 25e12, 60, 8e-6  # an H200 in fp32; operations per layer, seconds each
 GIB = 2**30
 
 
@@ -33,13 +39,59 @@ class Need:
     n_edges: int
     bytes_at_once: float
     seconds: float
+    weights: float = 0.0  # bytes of the models, where they are not loaded yet
+    available: float = math.inf
 
     def __str__(self) -> str:
         minutes = "less than a minute" if self.seconds < 60 else f"about {self.seconds / 60:.0f} min"
+        memory = f"{self.bytes_at_once / GIB:.2f} GiB at a time"
+        if self.weights:
+            memory = f"{self.weights / GIB:.1f} GiB of weights and {memory}"
         return (
             f"{self.task}: {self.n_prompts} prompts of {self.length} tokens, {self.n_edges:,} attention edges each; "
-            f"{self.bytes_at_once / GIB:.2f} GiB at a time, {minutes}"
+            f"{memory}, {minutes}"
         )
+
+    def problem(self) -> str | None:
+        """Why it cannot be done here."""
+        need = self.weights + self.bytes_at_once
+        if need <= self.available:
+            return None
+        return (
+            f"{self.task} needs {need / GIB:.1f} GiB and there are {self.available / GIB:.1f}; take shorter prompts, a "
+            "smaller model, less --memory-mb, or --readings components"
+        )
+
+
+def plan_task(model: str | Path, task: str, settings: Search, n_models: int = 3, gpus: int | None = None) -> Need:
+    """What `compare` (three models) or `discover` (one) will need for the readings of attention edges and heads.
+
+    Only the model's configuration and tokenizer are read.
+    """
+    from transformers import AutoTokenizer
+
+    found, config, path = tasks.find(task), read_config(model), Path(model)
+    gguf = path.suffix == ".gguf"
+    with refusing(f"no tokenizer found at {str(model)!r} (", ")"):
+        options = SAFE | {"gguf_file": path.name} if gguf else SAFE
+        tokenizer = AutoTokenizer.from_pretrained(str(path.parent if gguf else model), **options)
+    d, n = dimensions(config), settings.prompts
+    (prompts,) = of_common_length(build(found, tokenizer, 8 * n, settings.seed, d.max_tokens, lambda text: None))
+    (_, tokens), reads = prompts.clean.shape, prompts.position.shape[1]
+    n_edges, n = d.n_layers * d.n_heads * tokens * (tokens + 1) // 2, min(n, len(prompts))
+    one = prompt_bytes(d, config.vocab_size, tokens, reads)
+    at_once = max(1, min(n, int(settings.memory_mb * 2**20 / one)))
+    heads, head = d.n_layers * d.d_model, config.vocab_size * d.d_model
+    block = 2 * heads * (d.n_heads + d.n_kv_heads) * d.d_head + 3 * heads * mlp_width(config)
+    flops = 2 * block * tokens + 2 * head * reads + 4 * d.n_layers * d.n_heads * d.d_head * tokens**2
+    gpus = torch.cuda.device_count() if gpus is None else gpus
+    if gpus:
+        each = max(flops * at_once / GPU_FLOPS, d.n_layers * GPU_LAUNCHES * GPU_LAUNCH) / at_once
+    else:
+        each = flops / (CPU_SHARE * matmul_flops())
+    seconds = n_models * n * runs_per_prompt(settings, n_edges) * each
+    weights = n_models * 4.0 * (block + head)
+    return Need(found.name, n, tokens, n_edges, at_once * one, seconds, weights, available_memory(gpus, None))
 
 
 def runs_per_prompt(settings: Search, n_edges: int) -> float:

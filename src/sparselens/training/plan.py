@@ -111,7 +111,7 @@ def plan(
     tokens_per_second: of one GPU, where it is known.
     """
     settings, text = overridden(settings or Sparsify(), text or Text(), overrides)
-    config = _config(model)
+    config = read_config(model)
     here = torch.cuda.device_count()
     gpus = here if gpus is None else gpus
     if gpus < 0:
@@ -121,7 +121,7 @@ def plan(
     if tokens_per_second is not None and not tokens_per_second > 0:
         raise ValueError(f"tokens_per_second={tokens_per_second}: expected a number above 0")
     check_length(config, text.length)
-    available = _available(gpus, gpu_memory)
+    available = available_memory(gpus, gpu_memory)
     job = Job(config, settings, text.length, max(1, gpus), gpus > 0, sharded and gpus > 1)
     while gpus == 1 and settings.training.micro_batch is None and sum(job.memory().values()) > available:
         if job.micro % 2:
@@ -281,7 +281,7 @@ def matmul_flops() -> float:
     return count * 2 * 1024**3 / (time.perf_counter() - began)
 
 
-def _available(gpus: int, gpu_memory: float | None) -> float:
+def available_memory(gpus: int, gpu_memory: float | None) -> float:
     if gpu_memory is not None:
         return gpu_memory * GIB
     if not gpus:
@@ -289,7 +289,7 @@ def _available(gpus: int, gpu_memory: float | None) -> float:
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80.0 * GIB
 
 
-def _config(source: str | Path) -> Any:
+def read_config(source: str | Path) -> Any:
     """A model's configuration, from wherever `load` would take the model; no weights are read."""
     from transformers import AutoConfig
 
