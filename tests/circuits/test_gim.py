@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pairs import QUIET, chosen, random_prompts
-from sparselens.models.memory import PeakMemory
 from tiny_models import CONFIGS, tiny_model, tiny_tokenizer
 from tracing_setup import biased_model
 
@@ -16,6 +15,7 @@ from sparselens.models.architectures import mlp_width, norm_parts
 from sparselens.models.component_graph import Components
 from sparselens.models.decoder import Decoder
 from sparselens.models.loading import add_gates, gate_biases
+from sparselens.training.dry_run import PeakMemory
 
 OFF = BackwardRules(temperature=1.0, freeze_norms=False, q=1.0, k=1.0, v=1.0, gated_mlp=1.0)
 BIAS = -0.2  # of gates: where it is zero, no temperature could flip one
