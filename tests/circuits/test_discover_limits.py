@@ -305,6 +305,27 @@ def test_a_task_without_an_effect_does_not_cost_the_others_their_work(monkeypatc
         compare(model, model, [bad], **options)
 
 
+def test_a_component_graph_without_an_effect_does_not_cost_the_attention_edges(monkeypatch):
+    from sparselens.circuits import compare as comparison, discover as discovery
+
+    model, said, calls = tiny_model("llama"), [], []
+    whole = discovery._Discovery.component_graph
+
+    def no_effect(self, *args):
+        calls.append(self.name)
+        if len(calls) == 1:  # in the dense model alone
+            raise NoEffect("no effect to explain")
+        return whole(self, *args)
+
+    monkeypatch.setattr(discovery._Discovery, "component_graph", no_effect)
+    settings = Search(prompts=8, points=4, steps=1, readings=("share", "components"), random_control=False)
+    result = compare(model, model, [chosen([model])], tokenizer=tiny_tokenizer(), say=said.append, settings=settings)
+    found = result["tasks"]["words"]
+    assert list(found["multipliers"]) == ["share"] and "components" in found["models"]["sparse"]["readings"]
+    assert any("no component graph: no effect" in line for line in said)
+    assert list(comparison.published(result)["readings"]) == ["share"] and comparison.table(result)
+
+
 def test_what_no_model_can_do_is_said_before_any_work(monkeypatch):
     from sparselens.circuits import compare as comparison
 

@@ -127,7 +127,9 @@ def _row(circuits: dict[str, Circuit], seed: int) -> TaskRow:
     found: Multipliers = {}
     for reading, ours in sparse.results["readings"].items():
         for baseline in (role for role in BASELINES if role in circuits):
-            theirs = circuits[baseline].results["readings"][reading]
+            theirs = circuits[baseline].results["readings"].get(reading)
+            if theirs is None:  # no effect to explain there
+                continue
             if "edges_per_prompt" in ours:
                 rows = _prompt_by_prompt(theirs, ours, seed)
             else:
@@ -180,6 +182,8 @@ def published(result: Comparison) -> dict[str, Any]:
     readings: dict[str, dict[str, dict[str, Any]]] = {}
     for task, row in result["tasks"].items():
         for reading, baselines in row["multipliers"].items():
+            if "dense" not in baselines:
+                continue
             rows = readings.setdefault(reading, {}).setdefault(task, {})
             possible = row["models"]["dense"]["readings"][reading]["n_edges"]
             for threshold, found in baselines["dense"].items():

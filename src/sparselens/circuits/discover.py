@@ -285,7 +285,12 @@ class _Discovery:
         if self.prompts.common is not None:
             self.attention_edges(decoder, circuit, self.prompts.common)
         if self.prompts.mixed is not None:
-            self.component_graph(decoder, circuit, *split(self.prompts.mixed))
+            try:
+                self.component_graph(decoder, circuit, *split(self.prompts.mixed))
+            except NoEffect as error:
+                if not circuit.results["readings"]:
+                    raise
+                self.say(f"{self.name}: no component graph: {error}")
         if circuit.results["sparse"]:
             circuit.results["open_edges"] = open_edges(self.model, shown)
         return circuit
