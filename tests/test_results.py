@@ -44,12 +44,73 @@ def test_every_result_is_told():
     assert not [path.name for path in FILES if path.name not in pages]
 
 
+ROW = ["dense_edges", "control_edges", "sparse_edges", "multiplier", "low", "high", "n_prompts", "possible_edges"]
+
+
+def comparison(name: str) -> dict[str, Any]:
+    return dict(json.loads(Path(FILES[0].parent, f"compare-{name}.json").read_text()))
+
+
+def within(row: dict[str, Any]) -> bool:
+    return bool(row["low"] <= row["multiplier"] <= row["high"])
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_multipliers_are_where_compare_writes_them(name: str):
-    """Task by task at the top, as `compare --json` has them; beneath, everything about them."""
-    found = json.loads(Path(FILES[0].parent, f"compare-{name}.json").read_text())
-    for task, details in found["tasks"].items():
-        assert found[task] == details["multipliers"]
-        row = found[task]["components"]["dense"]["0.9"]
-        assert row["low"] <= row["multiplier"] <= row["high"]
-        assert all("control" in baselines for baselines in found[task].values()), "no multiplier without its control"
+    """readings.READING.TASK.THRESHOLD, as `compare --json` has them, each with its control; beneath, the curves."""
+    found = comparison(name)
+    assert found["readings"]
+    for reading, tasks in found["readings"].items():
+        for task, thresholds in tasks.items():
+            details, where = found["tasks"][task], f"{reading}, {task}"
+            ours = details["models"]["sparse"]["readings"][reading]
+            assert within(thresholds["0.9"]) and within(thresholds["0.9"]["against_control"]), where
+            for threshold, row in thresholds.items():
+                assert not [key for key in ROW if key not in row], f"{where}, {threshold}"
+                told = details["multipliers"][reading]
+                assert row["multiplier"] == told["dense"][threshold]["multiplier"]
+                assert row["against_control"]["multiplier"] == told["control"][threshold]["multiplier"]
+                assert row["sparse_edges"] <= row["possible_edges"] == ours["n_edges"]
+                if threshold != "mean":
+                    assert row["multiplier"] == pytest.approx(row["dense_edges"] / row["sparse_edges"], rel=1e-3)
+                    assert row["sparse_edges"] == pytest.approx(ours["edges_at"][threshold], rel=1e-4)
+                    assert ("ranking" in row) == ("ranking" in ours), "where there are several, the best is named"
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_all_of_it_has_its_control(name: str):
+    found = comparison(name)
+    assert set(found.get("open_edges", {})) == {task for task, row in found["tasks"].items() if "open_edges" in row}
+    for task, row in found.get("open_edges", {}).items():
+        assert within(row) and within(row["against_control"]), task
+        assert row["multiplier"] == pytest.approx(row["dense"] / row["sparse"], rel=1e-4)
+        assert row["sparse"] < row["control"] <= row["possible_edges"]
+
+
+def test_tinystories_has_every_reading_and_what_its_figures_need(tmp_path: Path):
+    from sparselens.circuits.rows import comparison as rows_of
+    from sparselens.reporting.figures.curves import draw_curves
+    from sparselens.reporting.figures.token_circuits import draw_token_circuits, enough
+
+    path = Path(FILES[0].parent, "compare-stories15m.json")
+    found = comparison("stories15m")
+    asked = {"removed", "removed-task", "share", "heads", "heads-corrupted", "learnt"}
+    assert set(found["readings"]) == asked | {"components"}
+    for reading in asked:
+        assert list(found["readings"][reading]) == ["ioi", "ioi-long"]
+    assert list(found["readings"]["removed"]["ioi"]) == ["0.8", "0.9", "0.95", "0.98"]
+    rows = rows_of({name: found[name] for name in ("names", "tasks")}, path)
+    assert rows is not None
+    for reading in ("removed", "share"):
+        draw_curves(rows, [("ioi", reading), ("ioi-long", reading)], tmp_path / f"{reading}.png")
+    draw_token_circuits(rows, "ioi", "removed", tmp_path / "figure3.png")
+    for model in rows["tasks"]["ioi"]["models"].values():
+        circuit = model["readings"]["removed"]
+        assert len(circuit["circuit"]) >= enough(circuit), "figure 3 draws them all"
+
+
+def test_seeds_are_told_one_by_one():
+    for seed, found in comparison("smollm2-135m-seeds")["by_seed"].items():
+        for reading, tasks in found["readings"].items():
+            for task, thresholds in tasks.items():
+                assert all(map(within, thresholds.values())), f"{reading}, {task}, seed {seed}"

@@ -98,6 +98,15 @@ def test_more_in_the_sparse_model_is_said_so(drawn, tmp_path):
     assert [t.get_text() for t in figure.axes[0].texts if "x" in t.get_text()] == ["1.7x more"]
 
 
+@pytest.mark.parametrize("roles", [("dense", "sparse", "control"), ("dense",)])
+def test_the_legend_says_whose_random_edges(roles, drawn, tmp_path):
+    curves.draw_figure2(comparison(1, ("removed",), roles=roles), tmp_path, "", "png", 0.9)
+    (figure,) = drawn.values()
+    said = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert said[-1] == ("random, sparse" if "sparse" in roles else "random, dense")
+    check_figure_2(figure)
+
+
 def test_below_heads_stands_a_table(drawn, tmp_path):
     rows = comparison(2, ("removed", "heads"))
     curves.draw_figure2(rows, tmp_path, "", "png", 0.9)

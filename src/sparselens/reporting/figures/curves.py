@@ -173,7 +173,9 @@ def _legend(figure: Any, comparison: ComparisonRows, axes: list[Axes], columns: 
     """One for all panels, above them: nothing can lie behind it."""
     lines = {line.get_label(): line for axis in axes for line in axis.get_lines() if line.get_label()[0] != "_"}
     roles = [role for role in ("dense", "control", "sparse", "random") if role in lines]
-    names = ["random" if role == "random" else role_name(comparison, role) for role in roles]
+    # Random edges are those of one model: others' would need more, or fewer.
+    whose = "sparse" if "sparse" in roles else roles[0]
+    names = [f"random, {whose}" if role == "random" else role_name(comparison, role) for role in roles]
     style: Any = {"frameon": False, "fontsize": SMALL, "handlelength": 1.5, "columnspacing": 1.1, "borderpad": 0.1}
     n = len(roles) if columns > 1 or sum(map(len, names)) < 32 else 2
     figure.legend([lines[role] for role in roles], names, loc="outside upper center", ncols=n, **style)
