@@ -92,7 +92,7 @@ def compare(model: str, out: Path, searches: dict[str, sl.Search]) -> None:
     """Every task by itself, then all of them as one comparison. A task that a model cannot do is left out."""
     names, left_out = (Path(model).name, f"Sparse {Path(model).name}"), {}
     for task, settings in searches.items():
-        part = out / "tasks" / task
+        part = out / "tasks" / Path(task).stem
         if not (part / "results.json").is_file():
             try:
                 sl.compare(model, out, [task], settings=settings, names=names, out=part, show_progress=True)
@@ -101,7 +101,7 @@ def compare(model: str, out: Path, searches: dict[str, sl.Search]) -> None:
                 left_out[task] = str(error)
     whole: dict[str, Any] = {"tasks": {}, "left_out": left_out}
     for task in searches:
-        part = out / "tasks" / task
+        part = out / "tasks" / Path(task).stem
         if (part / "results.json").is_file():
             found = json.loads((part / "results.json").read_text())
             whole |= {key: found[key] for key in ("names", "settings", "provenance")}
