@@ -13,7 +13,7 @@ Several processes share the prompts.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -123,17 +123,18 @@ class EdgeReader:
         best = {t: min(tried, key=tried.__getitem__) for t, tried in means.items()}
         counts = {t: found[t][name] for t, name in best.items()}
         shown = best["0.9"]
-        row = self._about(edges, curves[shown].m_model, curves[shown].m_nothing, counts) | {
-            "n_edges": n, "curve": curves[shown].mean_row(self.settings.seed), "circuit": listed.get(shown, []),
+        row = self._about(edges, curves[shown].m_model, curves[shown].m_nothing, counts, listed.get(shown, []))
+        return row | {
+            "n_edges": n, "curve": curves[shown].mean_row(self.settings.seed),
             "example_curve": curves[shown].one_row(0), "ranking": best,
             "example_at": {str(t): int(curves[shown].edges_at(t)[0]) for t in THRESHOLDS},
             "rankings": {name: {t: means[t][name] for t in means} for name in curves},
         }  # fmt: skip
-        return cast(Reading, row)
 
     def _about(
-        self, edges: AttentionEdges, m_model: np.ndarray, m_nothing: np.ndarray, counts: dict[str, np.ndarray]
-    ) -> dict[str, Any]:
+        self, edges: AttentionEdges, m_model: np.ndarray, m_nothing: np.ndarray, counts: dict[str, np.ndarray],
+        circuit: list[list[float]],
+    ) -> Reading:  # fmt: skip
         """What every row of scope prompt says. counts: by threshold, edges of every prompt."""
         some, seed = self.prompts.take(slice(0, len(m_model))), self.settings.seed
         return {
@@ -142,7 +143,7 @@ class EdgeReader:
             "example": some.pairs[0].clean, "tokens": [some.piece(int(token)) for token in some.clean[0]],
             "edges_at": {t: geometric_mean(values) for t, values in counts.items()},
             "edges_at_interval": {t: interval(values, seed) for t, values in counts.items()},
-            "edges_per_prompt": {t: values.astype(int).tolist() for t, values in counts.items()},
+            "edges_per_prompt": {t: values.astype(int).tolist() for t, values in counts.items()}, "circuit": circuit,
         }  # fmt: skip
 
     def share(self) -> Reading:
@@ -169,12 +170,11 @@ class EdgeReader:
                 sizes[i], shares[i] = np.pad(some_sizes, (0, pad), "edge"), np.pad(kept, (0, pad), "edge")
         curves = PromptCurves(_shared(sizes).astype(int), _shared(shares), np.ones(n), np.zeros(n))
         counts = {str(t): curves.edges_at(t) for t in THRESHOLDS}
-        row = self._about(edges, _shared(whole), _shared(nothing), counts) | {
-            "columns": EDGE, "circuit": listed, "curve": curves.mean_row(self.settings.seed),
+        return self._about(edges, _shared(whole), _shared(nothing), counts, listed) | {
+            "columns": EDGE, "curve": curves.mean_row(self.settings.seed),
             "example_curve": curves.one_row(0), "ranking": dict.fromkeys(counts, "integrated"),
             "example_at": {t: int(values[0]) for t, values in counts.items()},
         }  # fmt: skip
-        return cast(Reading, row)
 
     def learnt(self) -> Reading:
         """The fewest edges a learnt mask needs; with settings.alternatives, also the next circuits, and the next."""
@@ -197,12 +197,11 @@ class EdgeReader:
                 earlier.append(found.masks)
         counts, overlaps = _shared(counts), _shared(overlaps)
         key = str(LEARNT_AT)
-        row = self._about(edges, _shared(whole), _shared(nothing), {key: counts[0]}) | {
-            "circuit": [], "ranking": {key: "learnt"},
-        }  # fmt: skip
+        row = self._about(edges, _shared(whole), _shared(nothing), {key: counts[0]}, [])
+        row["ranking"] = {key: "learnt"}
         if self.settings.alternatives:
             row["alternatives"] = _alternatives(counts, _shared(reached) > 0, overlaps)
-        return cast(Reading, row)
+        return row
 
     # ---- one circuit for all prompts ----
 
@@ -216,14 +215,15 @@ class EdgeReader:
         best = min(curves, key=lambda name: curves[name].edges_at(0.9))
         curve, ranks = curves[best], ranked[best]
         weights = self._weights(heldout)
-        row: Any = curve.reading(self.settings.seed) | {
-            "scope": "task", "n_edges": heldout.n_possible, "n_alive": int(ranks.alive[0]),
+        row = curve.reading(heldout.n_possible, _places_listed(ranks, weights), self.settings.seed)
+        row |= {
+            "n_alive": int(ranks.alive[0]),
             "length": heldout.shape[-1], "example": heldout.prompts.pairs[0].clean,
             "tokens": [heldout.prompts.piece(int(token)) for token in heldout.prompts.clean[0]],
             "ranking": {str(t): best for t in THRESHOLDS},
             "rankings": {name: one.at_thresholds() for name, one in curves.items()},
             # Best first: a point of the curve is the first so many of them.
-            "columns": EDGE, "circuit": _places_listed(ranks, weights),
+            "columns": EDGE,
         }  # fmt: skip
         return row, curve
 
