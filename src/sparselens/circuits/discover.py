@@ -32,9 +32,8 @@ from .attention_edges import AttentionEdges, Others
 from .circuit import Circuit
 from .estimate import check_memory, measured, runs_per_prompt
 from .faithfulness import MIB_FRACTIONS, Curve, NoEffect, check_spread, log_sizes, mib_areas, refined_curve
-from .open_edges import open_edges
 from .prompt_curves import usable
-from .readings import EdgeReader
+from .readings import EdgeReader, open_edges
 from .rows import Areas, CurveRow, Reading, Results, wording
 from .run import Patcher
 from .scores import GimDecoder, check_exact, eap, estimate_memory, exact

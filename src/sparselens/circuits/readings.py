@@ -9,6 +9,8 @@ Per task (scope "task"): edges are ranked by their mean |score| on half of the p
 the other half.
 
 Several processes share the prompts.
+
+Of a sparse model also which (head, query, key) its gates leave open on these prompts, whatever the task makes of them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,17 +19,19 @@ from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import Search
+from ..gating import allowed_pairs
+from ..models.architectures import base_model, dimensions, parts
 from ..models.decoder import Decoder
 from ..runs import distributed
-from ..tasks.prompts import Prompts
+from ..tasks.prompts import Prompts, of_common_length
 from .attention_edges import AttentionEdges, Others, Some
 from .faithfulness import THRESHOLDS, Curve, log_sizes, refined_curve
 from .prompt_curves import PromptCurves, geometric_mean, interval, measure_curves, n_columns
 from .rankings import GRADIENT, OF_HEADS, RANKINGS, Learnt, Ranking, Ranks, by_score, learn_masks, rank, runs
-from .rows import TASK, Alternatives, Leading, Reading
+from .rows import TASK, Alternatives, Leading, OpenEdges, Reading
 
 MOST = 3000  # edges of an example to list, best first
 RANDOM_POINTS = 8
@@ -330,4 +334,38 @@ def _alternatives(counts: np.ndarray, reached: np.ndarray, overlaps: np.ndarray)
         "edges": [geometric_mean(row) if len(row) else None for row, _ in rows],
         "within_twice": (reached & (counts <= 2 * counts[0])).mean(1).tolist(),
         "overlap": [None if i == 0 or not len(row) else float(row.mean()) for i, (_, row) in enumerate(rows)],
+    }  # fmt: skip
+
+
+# ---- what the gates leave open ----
+
+
+@torch.no_grad()
+def open_edges(model: nn.Module, prompts: Prompts, at_once: int = 16, most: int = 2000) -> OpenEdges:
+    """Which (layer, head, query, key) a sparse model's gates leave open on these prompts, for the most common length.
+
+    Every other pair is closed on all of them: nothing flows there, whatever the weights. Positions count from 0.
+    """
+    (chosen,) = of_common_length(prompts.to(next(model.parameters()).device))
+    length = chosen.clean.shape[1]
+    dims = dimensions(base_model(model).config)
+    share = torch.zeros(dims.n_layers, dims.n_heads, length, length, dtype=torch.float64)
+    weight = torch.zeros_like(share)
+    for first in range(0, len(chosen), at_once):
+        ids = chosen.clean[first : first + at_once]
+        output = model(input_ids=ids, use_cache=False, output_attentions=True, gate_output="pattern", logits_to_keep=1)
+        pattern = torch.stack(output.attentions).double().cpu()  # [layers, batch, heads, queries, keys]
+        share += (pattern > 0).double().sum(1)
+        weight += pattern.sum(1)
+    n = len(chosen)
+    windows = [parts(model, layer).window for layer in range(dims.n_layers)]
+    n_possible = dims.n_heads * sum(int(allowed_pairs(length, length, window=window).sum()) for window in windows)
+    opened = share.nonzero()
+    order = weight[tuple(opened.T)].argsort(descending=True)[:most]
+    listed = map(tuple, opened[order].tolist())
+    return {
+        "n_prompts": n, "length": length, "example": chosen.pairs[0].clean, "n_possible": n_possible,
+        "n_open": len(opened), "n_proven_absent": n_possible - len(opened), "open_per_prompt": float(share.sum() / n),
+        "columns": ["layer", "head", "query", "key", "share_of_prompts", "mean_weight"],
+        "open": [[*at, round(float(share[at] / n), 4), round(float(weight[at] / n), 5)] for at in listed],
     }  # fmt: skip
