@@ -110,15 +110,17 @@ def map_file(test: Path, kept: Path, core: list[str]) -> int:
     return code
 
 
-def coverage(core: list[str]) -> dict[str, dict]:
+def coverage(core: list[str], only: tuple[str, ...]) -> dict[str, dict]:
     """{test: {"seconds", "lines"}}, tests/faults left out; only files whose text, helpers or package changed run again.
 
     Imports what the tests import, so that a fork of this process need not.
     """
     every = sorted(TESTS.rglob("*.py"))
     files = [p for p in every if p.name.startswith("test_") and "faults" not in p.parts]
+    files = [p for p in files if str(p.relative_to(ROOT)).startswith(only)]
     helpers = [p for p in every if not p.name.startswith(("test_", "muta"))]
-    package = hashlib.sha256(b"".join(p.read_bytes() for p in [*sorted(SOURCE.rglob("*.py")), *helpers])).digest()
+    texts = [p.read_bytes() for p in [*sorted(SOURCE.rglob("*.py")), *helpers]]
+    package = hashlib.sha256(b"".join([*texts, repr(core).encode()])).digest()
     found: dict[str, dict] = {}
     for i, test in enumerate(files):
         name = "-".join(test.relative_to(TESTS).with_suffix("").parts)

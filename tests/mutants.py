@@ -28,10 +28,11 @@ from mutations import Mutant, mutants_of, reach
 CORE = [
     "attribution/clusters", "attribution/graph", "attribution/growth", "attribution/head_shares",
     "attribution/interventions", "attribution/linear_model", "attribution/qk_terms", "attribution/sources",
-    "circuits/attention_edges", "circuits/circuit", "circuits/faithfulness", "circuits/heads", "circuits/run",
-    "circuits/scores", "gating/op", "gating/reference", "models/component_graph", "models/decoder", "tasks/prompts",
-    "training/controllers", "training/engine", "training/loop", "training/measure", "transcoders/decoding",
-    "transcoders/evaluation", "transcoders/losses", "transcoders/transcoder",
+    "circuits/attention_edges", "circuits/circuit", "circuits/estimate", "circuits/faithfulness",
+    "circuits/prompt_curves", "circuits/rankings", "circuits/readings", "circuits/run", "circuits/scores", "gating/op",
+    "gating/reference", "models/component_graph", "models/decoder", "tasks/prompts", "training/controllers",
+    "training/engine", "training/loop", "training/measure", "transcoders/decoding", "transcoders/evaluation",
+    "transcoders/losses", "transcoders/transcoder",
 ]  # fmt: skip
 SLOWEST = 15.0  # seconds; a slower test is not asked
 PATIENCE = 60.0  # seconds of tests for one mutant
@@ -88,21 +89,21 @@ def lot(mutant: Mutant, seed: int) -> bytes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--count", type=int, help="how many; default: 200, or with --only all of them")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="mutants whose file:line begins with this, all of them")
+    parser.add_argument("--only", nargs="*", default=[""], help="mutants whose file:line begins with one of these")
+    parser.add_argument("--tests", nargs="*", default=[""], help="tests whose path begins with one of these, no others")
     options = parser.parse_args()
     os.chdir(ROOT)
     BUILD.mkdir(parents=True, exist_ok=True)
     sys.path.insert(0, str(ROOT / "src"))
     os.environ |= {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    tests, reasons = coverage(CORE), explained()
+    tests, reasons = coverage(CORE, tuple(options.tests)), explained()
     texts = {name: (SOURCE / f"{name}.py").read_text() for name in CORE}
     every = sorted((m for name, text in texts.items() for m in mutants_of(name, text)), key=lambda m: (m.file, m.line))
-    if options.only:
-        chosen = [m for m in every if f"{m.file}:{m.line}".startswith(options.only)]
-    else:
-        chosen = sorted(every, key=lambda m: lot(m, options.seed))[: options.count]
+    wanted = [m for m in every if f"{m.file}:{m.line}".startswith(tuple(options.only))]
+    count = options.count or (200 if options.only == [""] else len(wanted))
+    chosen = sorted(wanted, key=lambda m: lot(m, options.seed))[:count]
     print(f"{len(chosen)} of {len(every):,} mutants, {len(tests)} tests", flush=True)
     for stale in reasons.keys() - {key for m in every for key in (f"- {m.before}", f"+ {m.after}")}:
         print(f"mutants_explained.txt: no such line any more: {stale}")

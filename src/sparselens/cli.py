@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal, Protocol, Union
 
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional
@@ -343,7 +343,13 @@ class Bench:
         bench_kernels(self.quick, self.json)
 
 
-COMMANDS: dict[str, Any] = {
+class Command(Protocol):
+    """Arguments, and what to do with them."""
+
+    def __call__(self) -> None: ...
+
+
+COMMANDS: dict[str, type[Command]] = {
     "demo": Demo, "sparsify": SparsifyCommand, "plan": PlanCommand, "evaluate": Evaluate, "discover": DiscoverCommand,
     "compare": CompareCommand, "transcode": TranscodeCommand, "trace": TraceCommand, "report": ReportCommand,
     "figures": Figures, "export": Export, "bench": Bench,
@@ -388,12 +394,15 @@ def main(arguments: list[str] | None = None) -> None:
         raise
 
 
-def _parse(arguments: list[str] | None) -> Any:
+def _parse(arguments: list[str] | None) -> Command:
     said, plain = io.StringIO(), (tyro.conf.OmitSubcommandPrefixes,)
     choice: Any = Union[*(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in COMMANDS.items())]
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(choice, prog="sparselens", description=DESCRIPTION, args=arguments, config=plain)
+            command: Command = tyro.cli(
+                choice, prog="sparselens", description=DESCRIPTION, args=arguments, config=plain
+            )
+            return command
     except SystemExit:
         # Where a setting refuses its value, the parser's frame around our sentence says nothing more.
         lines = said.getvalue().replace("│", " ").splitlines()

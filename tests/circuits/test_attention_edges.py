@@ -155,6 +155,10 @@ def test_places_go_by_size_and_halves_are_scored_again():
     assert asked == [[True] * 3 + [False] * 5, [False, False, True] + [False] * 5]
     assert ranks.places.flatten().tolist() == [2, 1, 0, 3, 4, 6, 7, 5]
     assert ranks.kept(torch.tensor([2]), scores).flatten().tolist() == [0, 1, 1, 0, 0, 0, 0, 0]
+    # A prompt with nothing left to halve does not stop the others.
+    scores = torch.tensor([[5.0, 4, 3, 2], [1, 0, 0, 0]]).view(2, 1, 1, 2, 2)
+    ranks = by_score(scores, lambda mask: torch.arange(4.0).expand(2, 4).view_as(mask))
+    assert ranks.places.flatten(1).tolist() == [[1, 0, 2, 3], [0, 1, 2, 3]] and ranks.alive.tolist() == [4, 1]
 
 
 def test_heads_and_random_orders():

@@ -222,7 +222,7 @@ def test_intervals_are_percentiles_of_a_bootstrap_over_prompts():
         assert found == pytest.approx(percentiles(wanted))
     assert dense.row()["low"] == dense.band()[0].tolist() and dense.row()["high"] == dense.band()[1].tolist()
     ours, theirs = sizes(0.8)
-    assert dense.reading()["edges_at_interval"]["0.8"] == pytest.approx(percentiles(ours))
+    assert dense.reading(5000, [])["edges_at_interval"]["0.8"] == pytest.approx(percentiles(ours))
     found = multiplier(dense, sparse, 0.8)
     assert [found["low"], found["high"]] == pytest.approx(percentiles(ours / theirs))
     found = multiplier(dense, sparse, None)

@@ -16,8 +16,7 @@ from sparselens.circuits.circuit import Circuit
 from sparselens.circuits.compare import compare
 from sparselens.circuits.discover import discover, prepare
 from sparselens.circuits.faithfulness import NoEffect
-from sparselens.circuits.open_edges import open_edges
-from sparselens.circuits.readings import EdgeReader
+from sparselens.circuits.readings import EdgeReader, open_edges
 from sparselens.circuits.run import Patcher
 from sparselens.circuits.scores import eap
 from sparselens.config import Gate, Search

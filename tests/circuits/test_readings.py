@@ -12,7 +12,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 from sparselens.circuits.attention_edges import AttentionEdges
 from sparselens.circuits.compare import compare, published
 from sparselens.circuits.discover import discover, table
-from sparselens.circuits.estimate import Need, check_memory, runs_per_prompt
+from sparselens.circuits.estimate import Need, check_memory, measured, runs_per_prompt, total_runs
 from sparselens.circuits.faithfulness import NoEffect
 from sparselens.circuits.prompt_curves import (
     PromptCurves,
@@ -23,7 +23,7 @@ from sparselens.circuits.prompt_curves import (
     ratio,
     usable,
 )
-from sparselens.circuits.readings import EdgeReader, _alternatives
+from sparselens.circuits.readings import EdgeReader, _alternatives, _jaccard
 from sparselens.circuits.rows import SCOPES, WORDING, Reading, wording
 from sparselens.cli import main
 from sparselens.config import Gate, Search
@@ -96,8 +96,32 @@ def test_ratios_are_geometric_means_over_prompts():
         ratio(np.ones(2), np.ones(3))
 
 
+def test_intervals_are_percentiles_of_a_bootstrap_over_prompts():
+    dense, sparse = np.arange(1.0, 30.0) ** 2, np.array([0.0, 1.0, *np.arange(3.0, 30.0)])
+    logs = {"dense": np.log(dense), "sparse": np.log(np.maximum(sparse, 1))}
+    for seed in (0, 1):
+        draw = np.random.default_rng(seed).integers(0, 29, (1000, 29))
+        for values, name in ((dense, "dense"), (sparse, "sparse")):
+            wanted = np.exp(np.percentile(logs[name][draw].mean(1), [2.5, 97.5]))
+            assert (
+                interval(values, seed) == pytest.approx(wanted) and (interval(values) == pytest.approx(wanted)) != seed
+            )
+        wanted = np.exp(np.percentile((logs["dense"] - logs["sparse"])[draw].mean(1), [2.5, 97.5]))
+        for found in (ratio(dense, sparse, seed), *([] if seed else [ratio(dense, sparse)])):
+            assert [found["low"], found["high"]] == pytest.approx(wanted)
+        ends = np.stack([np.zeros(29), dense / 900, np.ones(29)], 1)
+        curves = PromptCurves(np.tile([0, 9, 99], (29, 1)), ends, np.ones(29), np.zeros(29))
+        wanted = np.percentile((dense / 900)[draw].mean(1), [2.5, 97.5])
+        for row in (curves.mean_row(seed), *([] if seed else [curves.mean_row()])):
+            at = row["edges"].index(9)
+            assert [row["low"][at], row["high"][at]] == pytest.approx(wanted)
+
+
 def test_prompts_without_an_effect_do_not_count():
     assert usable(np.array([1.0, 2.0, 1.0]), np.array([0.0, 0.0, 0.999]), "x").tolist() == [True, True, False]
+    raised = np.array([1.0, 1.0, 1.0, 0.0205, 0.0195])  # two in a hundred of the median
+    assert usable(1 + raised, np.ones(5), "x").tolist() == [True, True, True, True, False]
+    assert usable(np.array([1.0, 0.0]), np.array([0.0, 1.0]), "x").tolist() == [True, False]  # half of them will do
     with pytest.raises(NoEffect, match="1 of 3 prompts"):
         usable(np.array([1.0, 0.0, 0.0]), np.array([0.0, 1.0, 1.0]), "x")
 
@@ -109,6 +133,12 @@ def test_alternatives_by_hand():
     assert found["reached"] == [1.0, 1.0, 0.0] and found["within_twice"] == [1.0, 0.5, 0.0]
     assert found["edges"] == [pytest.approx(200**0.5), pytest.approx(1200**0.5), None]
     assert found["overlap"] == [None, pytest.approx(0.2), None]
+
+
+def test_overlap_with_circuits_found_before():
+    masks = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0]]).bool().view(2, 1, 1, 2, 2)
+    earlier = [torch.tensor([[1, 0, 0, 0], [0, 0, 0, 0]]).bool().view(2, 1, 1, 2, 2), masks]
+    assert _jaccard(masks, earlier).tolist() == [0.75, 0.0] and _jaccard(masks, []).tolist() == [0.0, 0.0]
 
 
 # ---- rows ----
@@ -186,6 +216,7 @@ def test_a_circuit_for_all_prompts_is_measured_on_those_it_was_not_ranked_on():
     read = reader(n=6)
     row, curve = read.per_task("removed", ("gradient", "rescored"))
     assert row["scope"] == "task" and row["n_prompts"] == 3 and len(curve.m_model) == 3
+    assert row["length"] == len(row["tokens"]) == 8 and row["n_edges"] == 2 * 4 * 36
     edges = AttentionEdges(read.decoder, read.prompts.take(slice(3, None)))
     some = next(edges.parts())
     n = curve.edges[len(curve.edges) // 2]
@@ -203,6 +234,8 @@ def test_a_circuit_for_all_prompts_is_measured_on_those_it_was_not_ranked_on():
     if row["ranking"]["0.9"] == "gradient":
         assert best[4] == pytest.approx(float(scores.max()), rel=1e-5)
     assert best[4] == pytest.approx(float(scores[tuple(best[:4])]), rel=1e-5)
+    weights = torch.stack([weights.mean(0) for weights, _ in edges.seen(next(edges.parts()).embedding)])
+    assert best[5] == pytest.approx(float(weights[tuple(best[:4])]), rel=1e-5)
 
 
 def test_heads_are_kept_whole():
@@ -271,8 +304,10 @@ def test_what_it_will_need_is_said_before_it_starts():
     )  # fmt: skip
     assert any("6 prompts of 5 tokens, 120 attention edges each" in line and "GiB at a time" in line for line in said)
     more = [{"readings": ("removed", "learnt")}, {"readings": ("removed", "share")}, {"alternatives": 2}]
-    fewest = runs_per_prompt(Search(readings=("removed",), scope="prompt"), 1000)
-    assert all(runs_per_prompt(Search(**{"readings": ("removed",)} | extra), 1000) > fewest for extra in more)
+    fewest = total_runs(Search(readings=("removed",), scope="prompt"), 1000, 64, 16)
+    assert all(total_runs(Search(**{"readings": ("removed",)} | extra), 1000, 64, 16) > fewest for extra in more)
+    learnt = total_runs(Search(readings=("learnt",), learnt_prompts=20, alternatives=1), 1000, 64, 16)
+    assert learnt == 4 * 6 + 2 * 2 * 300 * 3  # 20 prompts are two parts of 16
     assert "about 3 min" in str(Need("ioi", 10, 5, 100, 2**30, 180.0)) and "1.00 GiB" in str(
         Need("i", 1, 5, 9, 2**30, 1)
     )
@@ -324,6 +359,31 @@ def test_what_is_measured_is_not_lost_with_a_later_task(tmp_path, monkeypatch):
         )  # fmt: skip
     assert list(json.loads((tmp_path / "results.json").read_text())["tasks"]) == [good.name]
     assert list(json.loads((tmp_path / "all.json").read_text())["open_edges"]) == [good.name]
+
+
+def test_runs_by_hand():
+    """Of 1,000 edges: a gradient is worth 3 runs, 10 rescore, 5 integrate; a curve has 2 + 6 + 5 * 4 sizes."""
+    wanted = {"removed": 6 + 2 * 28 + 33 + 13, "corrupted": 6 + 2 * 28 + 18 + 13, "share": 6 + 17, "heads": 6 + 4 * 31}
+    for reading, runs in {**wanted, "components": 0}.items():
+        assert runs_per_prompt(Search(readings=(reading,), points=6, scope="prompt"), 1000) == runs
+    assert runs_per_prompt(Search(readings=("removed",), points=6, scope="task"), 1000) == 6 + 0.5 * (36 + 33)
+    quiet = Search(readings=("removed",), points=6, scope="both", random_control=False)
+    assert runs_per_prompt(quiet, 1000) == 6 + 2 * 28 + 33 + 0.5 * (36 + 33)
+    learnt = Search(readings=("learnt",), prompts=8, learnt_prompts=2, alternatives=1)
+    assert total_runs(learnt, 1000, 8, 1) == 8 * 6 + 2 * 2 * 300 * 3
+
+
+def test_needs_are_measured(monkeypatch):
+    """A clock that goes on by a second whenever it is asked: a run takes one second, a model after the other."""
+    clock = iter(range(100))
+    monkeypatch.setattr("sparselens.circuits.estimate.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("sparselens.circuits.attention_edges.bytes_per_prompt", lambda *a: 2**20)
+    monkeypatch.setattr("sparselens.circuits.estimate.bytes_per_prompt", lambda *a: 2**20)
+    decoder, prompts = Decoder(tiny_model("llama")), random_prompts(5)
+    settings = Search(readings=("share",), memory_mb=2)
+    for n_models in (1, 2):
+        need = measured("ioi", [decoder] * n_models, prompts, settings)
+        assert need == Need("ioi", 5, 8, 288, 2 * 2**20, n_models * 3 * 23)  # five prompts, two at a time
 
 
 def test_prompts_that_do_not_fit_are_refused(monkeypatch):

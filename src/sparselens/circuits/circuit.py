@@ -3,14 +3,37 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
 from ..models.component_graph import Components
 from ..runs.run import read_json, reading, write_bytes
 from .faithfulness import Curve
-from .rows import Results
+from .rows import Overlap, Results
+
+
+class MibSizes(TypedDict):
+    n_layers: int
+    n_heads: int
+    parallel_attn_mlp: bool
+    d_model: int | None
+
+
+class MibNode(TypedDict):
+    in_graph: bool
+
+
+class MibEdge(MibNode):
+    score: float
+
+
+class MibGraph(TypedDict):
+    """circuit.json: MIB's (and EAP-IG's) graph."""
+
+    cfg: MibSizes
+    nodes: dict[str, MibNode]
+    edges: dict[str, MibEdge]
 
 
 @dataclass
@@ -56,12 +79,19 @@ class Circuit:
             raise ValueError(f"selection={selection!r}: expected 'top', 'greedy' or 'heads'")
         return np.asarray(getattr(self.components, selection)(self.scores, absolute))
 
-    def to_mib(self) -> dict[str, Any]:
+    def to_mib(self) -> MibGraph:
         """MIB's (and EAP-IG's) graph JSON."""
         c = self.components
-        sizes = {"n_layers": c.n_layers, "n_heads": c.n_heads, "parallel_attn_mlp": c.parallel, "d_model": self.d_model}
-        nodes = {name: {"in_graph": bool(self.mask[:, i].any())} for i, name in enumerate(c.writers)}
-        edges = {
+        sizes: MibSizes = {
+            "n_layers": c.n_layers,
+            "n_heads": c.n_heads,
+            "parallel_attn_mlp": c.parallel,
+            "d_model": self.d_model,
+        }
+        nodes: dict[str, MibNode] = {
+            name: {"in_graph": bool(self.mask[:, i].any())} for i, name in enumerate(c.writers)
+        }
+        edges: dict[str, MibEdge] = {
             self._name(r, w): {"score": float(self.scores[r, w]), "in_graph": bool(self.mask[r, w])}
             for r, w in zip(*np.nonzero(c.possible), strict=True)
         }
@@ -91,7 +121,7 @@ class Circuit:
             return cls.from_mib(read_json(Path(path)))
 
 
-def overlap(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
+def overlap(a: np.ndarray, b: np.ndarray) -> Overlap:
     """Shared edges of two circuits of the same graph, given as masks: number, over the union, over the smaller."""
     shared, union, smaller = int((a & b).sum()), int((a | b).sum()), min(int(a.sum()), int(b.sum()))
     return {"shared": shared, "jaccard": shared / max(union, 1), "of_smaller": shared / max(smaller, 1)}

@@ -1,9 +1,9 @@
 """The same task in a dense model, a sparse one and, where there is one, the matched dense control."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Literal, overload
 
 import numpy as np
 from torch import nn
@@ -17,16 +17,38 @@ from .circuit import Circuit, overlap
 from .discover import Chosen, alternatives_table, discover_on, prepare
 from .faithfulness import NoEffect, multipliers
 from .prompt_curves import geometric_mean, ratio
-from .rows import MEAN, MultiplierRow, Multipliers, OpenRow, Reading, TaskRow
+from .rows import (
+    MEAN,
+    ControlledRow,
+    MultiplierRow,
+    Multipliers,
+    OpenRow,
+    Published,
+    PublishedRow,
+    Ratio,
+    Reading,
+    TaskRow,
+)
 
 # The control shows what sparsity alone buys: against a dense model that has had the same training.
 BASELINES = {"dense": "", "control": " (ctrl)"}  # what the sparse model is set against; how a table says so
 
 
-class Comparison(dict[str, Any]):
+class Comparison(dict[str, object]):
     """rows.ComparisonRows: per task multipliers, curves, overlap. The circuits are in `.circuits[task][model]`."""
 
     circuits: dict[str, dict[str, Circuit]]
+    if TYPE_CHECKING:
+
+        @overload
+        def __getitem__(self, key: Literal["tasks"]) -> dict[str, TaskRow]: ...
+        @overload
+        def __getitem__(self, key: Literal["names", "left_out"]) -> dict[str, str]: ...
+        @overload
+        def __getitem__(self, key: Literal["settings"]) -> Mapping[str, object]: ...
+        @overload
+        def __getitem__(self, key: str) -> object: ...
+        def __getitem__(self, key: str) -> object: ...
 
 
 def compare(
@@ -64,7 +86,7 @@ def compare(
         raise ValueError("compare needs a tokenizer beside loaded models: compare(dense, sparse, tokenizer=tokenizer)")
 
     result = Comparison(settings=vars(settings), names=dict(zip(("dense", "sparse"), names, strict=True)), tasks={})
-    result.circuits = {}
+    result.circuits, lost = {}, dict[str, str]()
 
     @contextmanager
     def left_out(name: str) -> Iterator[None]:
@@ -75,7 +97,8 @@ def compare(
             if len(found) == 1:
                 raise
             say(f"{name} is left out: {error}")
-            result.setdefault("left_out", {})[name] = str(error)
+            lost[name] = str(error)
+            result["left_out"] = lost
 
     chosen: dict[str, Chosen] = {}
     for one in found:  # what a model cannot do is said before any work on the others
@@ -90,7 +113,9 @@ def compare(
             result["tasks"][name], result.circuits[name] = _row(circuits, settings.seed), circuits
             _write(result, name, folder, file)  # after every task: what is measured is not lost with a later one
     if not result["tasks"]:
-        raise NoEffect("no task is left: " + "; ".join(result["left_out"].values()))
+        raise NoEffect("no task is left: " + "; ".join(lost.values()))
+    if lost:
+        _write(result, next(iter(result["tasks"])), folder, file)
     return result
 
 
@@ -166,20 +191,22 @@ def _open_row(circuits: dict[str, Circuit], seed: int) -> OpenRow:
     """All edges that lead to the answer: no ranking, no threshold, no search."""
     counts = {role: np.array(circuit.results["leading"]["per_prompt"]) for role, circuit in circuits.items()}
     found = {role: ratio(counts[role], counts["sparse"], seed) for role in BASELINES if role in circuits}
-    row = cast(OpenRow, {name: found["dense"][name] for name in ("multiplier", "low", "high", "n_prompts")})
-    row |= {
-        "dense": geometric_mean(counts["dense"]), "sparse": geometric_mean(counts["sparse"]),
+    against = found["dense"]
+    row: OpenRow = {
+        "multiplier": against["multiplier"], "low": against["low"], "high": against["high"],
+        "n_prompts": against["n_prompts"], "dense": geometric_mean(counts["dense"]),
+        "sparse": geometric_mean(counts["sparse"]),
         "possible_edges": circuits["dense"].results["leading"]["n_possible"],
     }  # fmt: skip
     if "control" in found:
         row["control"] = geometric_mean(counts["control"])
-        row["against_control"] = {name: found["control"][name] for name in ("multiplier", "low", "high")}
+        row["against_control"] = _ratio(found["control"])
     return row
 
 
-def published(result: Comparison) -> dict[str, Any]:
+def published(result: Comparison) -> Published:
     """The multipliers by reading, task and threshold, as `compare --json` writes them."""
-    readings: dict[str, dict[str, dict[str, Any]]] = {}
+    readings: dict[str, dict[str, dict[str, PublishedRow]]] = {}
     for task, row in result["tasks"].items():
         for reading, baselines in row["multipliers"].items():
             if "dense" not in baselines:
@@ -187,16 +214,23 @@ def published(result: Comparison) -> dict[str, Any]:
             rows = readings.setdefault(reading, {}).setdefault(task, {})
             possible = row["models"]["dense"]["readings"][reading]["n_edges"]
             for threshold, found in baselines["dense"].items():
-                rows[threshold] = found | {"possible_edges": possible}
+                rows[threshold] = {**found, "possible_edges": possible}
                 if "control" in baselines:
-                    other = baselines["control"][threshold]
-                    rows[threshold] |= {"control_edges": other["dense_edges"], "against_control": _interval(other)}
+                    rows[threshold] = _with_control(rows[threshold], baselines["control"][threshold])
     opened = {task: row["open_edges"] for task, row in result["tasks"].items() if "open_edges" in row}
-    about = {name: result[name] for name in ("names", "settings", "left_out") if name in result}
-    return {"readings": readings, "open_edges": opened} | about
+    about: Published = {"readings": readings, "open_edges": opened, "names": result["names"]}
+    if "settings" in result:
+        about["settings"] = result["settings"]
+    if "left_out" in result:
+        about["left_out"] = result["left_out"]
+    return about
 
 
-def _interval(row: MultiplierRow) -> dict[str, float]:
+def _with_control(row: PublishedRow, other: MultiplierRow) -> ControlledRow:
+    return {**row, "control_edges": other["dense_edges"], "against_control": _ratio(other)}
+
+
+def _ratio(row: MultiplierRow) -> Ratio:
     return {"multiplier": row["multiplier"], "low": row["low"], "high": row["high"]}
 
 
@@ -205,7 +239,7 @@ def table(result: Comparison) -> str:
     line = "{:36}{:>10}{:>9}{:>11}   {}".format
     lines = [line("90 % of the effect", "dense", "sparse", "multiplier", "95 % interval; at other effects")]
 
-    def add(name: str, dense: float, sparse: float, m: Any, n: int, more: str = "") -> None:
+    def add(name: str, dense: float, sparse: float, m: Ratio, n: int, more: str = "") -> None:
         span = f"{m['low']:.1f} to {m['high']:.1f}, n = {n}{more}"
         lines.append(line(name, f"{dense:,.0f}", f"{sparse:,.0f}", f"{m['multiplier']:.1f}x", span))
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,12 +30,11 @@ from ..runs.run import check_folder, check_writable, provenance, write_json
 from ..tasks.prompts import Prompts, build, of_common_length
 from .attention_edges import AttentionEdges, Others
 from .circuit import Circuit
-from .estimate import check_memory, measured, runs_per_prompt
+from .estimate import check_memory, measured, total_runs
 from .faithfulness import MIB_FRACTIONS, Curve, NoEffect, check_spread, log_sizes, mib_areas, refined_curve
-from .open_edges import open_edges
 from .prompt_curves import usable
-from .readings import EdgeReader
-from .rows import CurveRow, Reading, Results, wording
+from .readings import EdgeReader, open_edges
+from .rows import Areas, CurveRow, Reading, Results, wording
 from .run import Patcher
 from .scores import GimDecoder, check_exact, eap, estimate_memory, exact
 
@@ -299,8 +298,8 @@ class _Discovery:
         """All readings but the component graph, in the order in which they are asked for."""
         need, results = measured(self.name, [decoder], prompts, self.settings), circuit.results
         self.say(str(need))
-        parts = -(-len(prompts) // AttentionEdges(decoder, prompts, "removed", self.settings.memory_mb).at_once)
-        total = round(runs_per_prompt(self.settings, need.n_edges) * parts / distributed.world())
+        at_once = min(len(prompts), AttentionEdges(decoder, prompts, "removed", self.settings.memory_mb).at_once)
+        total = round(total_runs(self.settings, need.n_edges, len(prompts), at_once) / distributed.world())
         with self.bar("attention edges", "run", total) as bar:
             reader = EdgeReader(decoder, prompts, self.settings, bar.update)
             results["leading"] = reader.leading()
@@ -348,7 +347,7 @@ class _Discovery:
         with self.bar("scoring", "prompt", n * max(steps, 1)) as bar:
             return eap(decoder, prompts, steps, at_once, bar.update, settings.path, settings.ablation)
 
-    def curve(self, patcher: Patcher, order: np.ndarray) -> tuple[Curve, dict[str, float], dict[int, int]]:
+    def curve(self, patcher: Patcher, order: np.ndarray) -> tuple[Curve, Areas, dict[int, int]]:
         """(curve, MIB's areas, edges really in -> edges asked for)."""
         c, n_edges, points = patcher.decoder.components, len(order), self.settings.points
         # Dead ends make a circuit smaller than what was asked for: look for the sizes that come out evenly spaced.
@@ -371,18 +370,18 @@ class _Discovery:
         curve = Curve(np.array([sizes[n] for n in measured]), by_asked.metrics[1:], m_model, m_nothing)
         return curve, mib_areas(effects), {sizes[n]: n for n in sorted(measured, reverse=True)}
 
-    def components(self, patcher: Patcher, circuit: Circuit, areas: dict[str, float]) -> Reading:
+    def components(self, patcher: Patcher, circuit: Circuit, areas: Areas) -> Reading:
         """The row of the component graph."""
         c, curve = circuit.components, circuit.curves["components"]
         scores = circuit.scores[c.possible]
-        row = curve.reading(self.settings.seed) | areas | {
-            "scope": "task", "n_edges": c.n_edges, "n_edges_scored": int(np.isfinite(scores).sum()),
-            "n_edges_zero": int((scores == 0).sum()), "checks": patcher.checks, "area_log": curve.area_log(),
-            "circuit": [[edge, score] for edge, score in circuit.edges[:MOST_LISTED]],
+        row = curve.reading(c.n_edges, [[*edge] for edge in circuit.edges[:MOST_LISTED]], self.settings.seed)
+        row |= {
+            "cpr": areas["cpr"], "cmd": areas["cmd"], "area_log": curve.area_log(), "checks": patcher.checks,
+            "n_edges_scored": int(np.isfinite(scores).sum()), "n_edges_zero": int((scores == 0).sum()),
         }  # fmt: skip
         if self.settings.random_control:
             row["random"] = self.random(patcher, curve)
-        return cast(Reading, row)
+        return row
 
     def random(self, patcher: Patcher, curve: Curve) -> CurveRow:
         """Random circuits (made of whole paths) at up to six sizes of the curve: slow, as they reach every part."""

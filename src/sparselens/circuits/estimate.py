@@ -89,13 +89,13 @@ def plan_task(model: str | Path, task: str, settings: Search, n_models: int = 3,
         each = max(flops * at_once / GPU_FLOPS, d.n_layers * GPU_LAUNCHES * GPU_LAUNCH) / at_once
     else:
         each = flops / (CPU_SHARE * matmul_flops())
-    seconds = n_models * n * runs_per_prompt(settings, n_edges) * each
+    seconds = n_models * at_once * total_runs(settings, n_edges, n, at_once) * each
     weights = n_models * 4.0 * (block + head)
     return Need(found.name, n, tokens, n_edges, at_once * one, seconds, weights, available_memory(gpus, None))
 
 
 def runs_per_prompt(settings: Search, n_edges: int) -> float:
-    """Runs of the model that the readings of attention edges and heads need for one prompt."""
+    """Runs of the model that the readings of attention edges and heads need for one prompt, learnt masks aside."""
     asked, found = set(settings.readings) - {"components"}, 0.0
     if asked:
         found += 6  # the model's own answer, self-checks, the edges that lead to it
@@ -110,10 +110,20 @@ def runs_per_prompt(settings: Search, n_edges: int) -> float:
         found += runs("integrated", n_edges) + 2
     if "heads" in asked:
         found += 4 * (n_columns(settings.points) + GRADIENT)
-    if "learnt" in asked or settings.alternatives:
-        share = min(1.0, settings.learnt_prompts / settings.prompts)
-        found += (1 + settings.alternatives) * LEARNT_STEPS * GRADIENT * share
     return found
+
+
+def learnt_runs(settings: Search) -> int:
+    """Runs that learnt masks need, for each of the prompts they are learnt on."""
+    learnt = "learnt" in settings.readings or settings.alternatives > 0
+    return learnt * (1 + settings.alternatives) * LEARNT_STEPS * GRADIENT
+
+
+def total_runs(settings: Search, n_edges: int, n_prompts: int, at_once: int) -> float:
+    """Runs of so many prompts at once, until everything is read."""
+    few = min(n_prompts, settings.learnt_prompts)
+    parts, of_few = (math.ceil(n / at_once) for n in (n_prompts, few))
+    return parts * runs_per_prompt(settings, n_edges) + of_few * learnt_runs(settings)
 
 
 @torch.no_grad()
@@ -127,8 +137,7 @@ def measured(name: str, decoders: list[Decoder], prompts: Prompts, settings: Sea
             began = time.perf_counter()
             edges.metric(edges.all(some), some).sum().item()  # .item() waits for a GPU
             took = time.perf_counter() - began
-        parts = math.ceil(len(prompts) / len(some.prompts))
-        seconds += took * parts * runs_per_prompt(settings, edges.n_possible)
+        seconds += took * total_runs(settings, edges.n_possible, len(prompts), len(some.prompts))
     at_once = min(edges.at_once, len(prompts)) * bytes_per_prompt(decoders[0], prompts)
     return Need(name, len(prompts), edges.shape[-1], edges.n_possible, at_once, seconds)
 

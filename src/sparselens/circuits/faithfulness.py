@@ -5,13 +5,13 @@
 Intervals are 95 % percentile intervals of a bootstrap over prompts; m(C), m(model) and m(nothing) are all drawn again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import overload
 
 import numpy as np
 
-from .rows import MEAN, CurveRow, MultiplierRow
+from .rows import MEAN, Areas, CurveRow, MultiplierRow, Reading
 
 THRESHOLDS = (0.8, 0.9, 0.95, 0.98)
 LEVELS = tuple(level / 100 for level in range(50, 100, 5))  # 0.5 to 0.95, for the mean multiplier
@@ -58,7 +58,13 @@ class Curve:
         low, high = np.nanpercentile(self.effects(self.draws(seed)), [2.5, 97.5], axis=0)
         return low, high
 
-    def edges_at(self, threshold: float, draw: np.ndarray | None = None) -> Any:
+    @overload
+    def edges_at(self, threshold: float) -> int: ...
+
+    @overload
+    def edges_at(self, threshold: float, draw: np.ndarray) -> np.ndarray: ...
+
+    def edges_at(self, threshold: float, draw: np.ndarray | None = None) -> int | np.ndarray:
         """The smallest measured size that reaches the threshold and from which no larger one falls below it."""
         found = self._sizes_at(np.atleast_2d(self.effects(draw)), threshold)
         return int(found[0]) if draw is None else found
@@ -84,16 +90,16 @@ class Curve:
         low, high = (limit.tolist() for limit in self.band(seed))
         return {"edges": self.edges.tolist(), "effect": self.effects().tolist(), "low": low, "high": high}
 
-    def at_thresholds(self) -> dict[str, int]:
+    def at_thresholds(self) -> dict[str, float]:
         return {str(t): self.edges_at(t) for t in THRESHOLDS}
 
-    def reading(self, seed: int = 0) -> dict[str, Any]:
-        """What a rows.Reading says of its curve."""
+    def reading(self, n_edges: int, circuit: Sequence[Sequence[str | float]], seed: int = 0) -> Reading:
+        """What a row of scope task says of its curve. n_edges: possible ones; circuit: the best ones."""
         intervals = {t: np.percentile(self.edges_at(t, self.draws(seed)), [2.5, 97.5]).tolist() for t in THRESHOLDS}
         return {
-            "n_prompts": len(self.m_model), "m_model": float(self.m_model.mean()), "curve": self.row(seed),
-            "m_nothing": float(self.m_nothing.mean()), "edges_at": self.at_thresholds(),
-            "edges_at_interval": {str(t): interval for t, interval in intervals.items()},
+            "scope": "task", "n_prompts": len(self.m_model), "n_edges": n_edges, "m_model": float(self.m_model.mean()),
+            "m_nothing": float(self.m_nothing.mean()), "curve": self.row(seed), "edges_at": self.at_thresholds(),
+            "edges_at_interval": {str(t): interval for t, interval in intervals.items()}, "circuit": circuit,
         }  # fmt: skip
 
 
@@ -143,7 +149,7 @@ def multiplier(dense: Curve, sparse: Curve, threshold: float | None, seed: int =
     }  # fmt: skip
 
 
-def mib_areas(effects: np.ndarray) -> dict[str, float]:
+def mib_areas(effects: np.ndarray) -> Areas:
     """MIB's CPR (area under f, linear in the share of edges) and CMD (area between f and 1), f at MIB_FRACTIONS."""
     k = np.array(MIB_FRACTIONS)
     return {"cpr": float(np.trapezoid(effects, k)), "cmd": float(np.trapezoid(np.abs(1 - effects), k))}

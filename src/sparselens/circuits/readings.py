@@ -9,25 +9,29 @@ Per task (scope "task"): edges are ranked by their mean |score| on half of the p
 the other half.
 
 Several processes share the prompts.
+
+Of a sparse model also which (head, query, key) its gates leave open on these prompts, whatever the task makes of them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import Search
+from ..gating import allowed_pairs
+from ..models.architectures import base_model, dimensions, parts
 from ..models.decoder import Decoder
 from ..runs import distributed
-from ..tasks.prompts import Prompts
+from ..tasks.prompts import Prompts, of_common_length
 from .attention_edges import AttentionEdges, Others, Some
 from .faithfulness import THRESHOLDS, Curve, log_sizes, refined_curve
 from .prompt_curves import PromptCurves, geometric_mean, interval, measure_curves, n_columns
 from .rankings import GRADIENT, OF_HEADS, RANKINGS, Learnt, Ranking, Ranks, by_score, learn_masks, rank, runs
-from .rows import TASK, Alternatives, Leading, Reading
+from .rows import TASK, Alternatives, Leading, OpenEdges, Reading
 
 MOST = 3000  # edges of an example to list, best first
 RANDOM_POINTS = 8
@@ -123,17 +127,18 @@ class EdgeReader:
         best = {t: min(tried, key=tried.__getitem__) for t, tried in means.items()}
         counts = {t: found[t][name] for t, name in best.items()}
         shown = best["0.9"]
-        row = self._about(edges, curves[shown].m_model, curves[shown].m_nothing, counts) | {
-            "n_edges": n, "curve": curves[shown].mean_row(self.settings.seed), "circuit": listed.get(shown, []),
+        row = self._about(edges, curves[shown].m_model, curves[shown].m_nothing, counts, listed.get(shown, []))
+        return row | {
+            "n_edges": n, "curve": curves[shown].mean_row(self.settings.seed),
             "example_curve": curves[shown].one_row(0), "ranking": best,
             "example_at": {str(t): int(curves[shown].edges_at(t)[0]) for t in THRESHOLDS},
             "rankings": {name: {t: means[t][name] for t in means} for name in curves},
         }  # fmt: skip
-        return cast(Reading, row)
 
     def _about(
-        self, edges: AttentionEdges, m_model: np.ndarray, m_nothing: np.ndarray, counts: dict[str, np.ndarray]
-    ) -> dict[str, Any]:
+        self, edges: AttentionEdges, m_model: np.ndarray, m_nothing: np.ndarray, counts: dict[str, np.ndarray],
+        circuit: list[list[float]],
+    ) -> Reading:  # fmt: skip
         """What every row of scope prompt says. counts: by threshold, edges of every prompt."""
         some, seed = self.prompts.take(slice(0, len(m_model))), self.settings.seed
         return {
@@ -142,7 +147,7 @@ class EdgeReader:
             "example": some.pairs[0].clean, "tokens": [some.piece(int(token)) for token in some.clean[0]],
             "edges_at": {t: geometric_mean(values) for t, values in counts.items()},
             "edges_at_interval": {t: interval(values, seed) for t, values in counts.items()},
-            "edges_per_prompt": {t: values.astype(int).tolist() for t, values in counts.items()},
+            "edges_per_prompt": {t: values.astype(int).tolist() for t, values in counts.items()}, "circuit": circuit,
         }  # fmt: skip
 
     def share(self) -> Reading:
@@ -169,12 +174,11 @@ class EdgeReader:
                 sizes[i], shares[i] = np.pad(some_sizes, (0, pad), "edge"), np.pad(kept, (0, pad), "edge")
         curves = PromptCurves(_shared(sizes).astype(int), _shared(shares), np.ones(n), np.zeros(n))
         counts = {str(t): curves.edges_at(t) for t in THRESHOLDS}
-        row = self._about(edges, _shared(whole), _shared(nothing), counts) | {
-            "columns": EDGE, "circuit": listed, "curve": curves.mean_row(self.settings.seed),
+        return self._about(edges, _shared(whole), _shared(nothing), counts, listed) | {
+            "columns": EDGE, "curve": curves.mean_row(self.settings.seed),
             "example_curve": curves.one_row(0), "ranking": dict.fromkeys(counts, "integrated"),
             "example_at": {t: int(values[0]) for t, values in counts.items()},
         }  # fmt: skip
-        return cast(Reading, row)
 
     def learnt(self) -> Reading:
         """The fewest edges a learnt mask needs; with settings.alternatives, also the next circuits, and the next."""
@@ -197,12 +201,11 @@ class EdgeReader:
                 earlier.append(found.masks)
         counts, overlaps = _shared(counts), _shared(overlaps)
         key = str(LEARNT_AT)
-        row = self._about(edges, _shared(whole), _shared(nothing), {key: counts[0]}) | {
-            "circuit": [], "ranking": {key: "learnt"},
-        }  # fmt: skip
+        row = self._about(edges, _shared(whole), _shared(nothing), {key: counts[0]}, [])
+        row["ranking"] = {key: "learnt"}
         if self.settings.alternatives:
             row["alternatives"] = _alternatives(counts, _shared(reached) > 0, overlaps)
-        return cast(Reading, row)
+        return row
 
     # ---- one circuit for all prompts ----
 
@@ -216,14 +219,15 @@ class EdgeReader:
         best = min(curves, key=lambda name: curves[name].edges_at(0.9))
         curve, ranks = curves[best], ranked[best]
         weights = self._weights(heldout)
-        row: Any = curve.reading(self.settings.seed) | {
-            "scope": "task", "n_edges": heldout.n_possible, "n_alive": int(ranks.alive[0]),
+        row = curve.reading(heldout.n_possible, _places_listed(ranks, weights), self.settings.seed)
+        row |= {
+            "n_alive": int(ranks.alive[0]),
             "length": heldout.shape[-1], "example": heldout.prompts.pairs[0].clean,
             "tokens": [heldout.prompts.piece(int(token)) for token in heldout.prompts.clean[0]],
             "ranking": {str(t): best for t in THRESHOLDS},
             "rankings": {name: one.at_thresholds() for name, one in curves.items()},
             # Best first: a point of the curve is the first so many of them.
-            "columns": EDGE, "circuit": _places_listed(ranks, weights),
+            "columns": EDGE,
         }  # fmt: skip
         return row, curve
 
@@ -330,4 +334,38 @@ def _alternatives(counts: np.ndarray, reached: np.ndarray, overlaps: np.ndarray)
         "edges": [geometric_mean(row) if len(row) else None for row, _ in rows],
         "within_twice": (reached & (counts <= 2 * counts[0])).mean(1).tolist(),
         "overlap": [None if i == 0 or not len(row) else float(row.mean()) for i, (_, row) in enumerate(rows)],
+    }  # fmt: skip
+
+
+# ---- what the gates leave open ----
+
+
+@torch.no_grad()
+def open_edges(model: nn.Module, prompts: Prompts, at_once: int = 16, most: int = 2000) -> OpenEdges:
+    """Which (layer, head, query, key) a sparse model's gates leave open on these prompts, for the most common length.
+
+    Every other pair is closed on all of them: nothing flows there, whatever the weights. Positions count from 0.
+    """
+    (chosen,) = of_common_length(prompts.to(next(model.parameters()).device))
+    length = chosen.clean.shape[1]
+    dims = dimensions(base_model(model).config)
+    share = torch.zeros(dims.n_layers, dims.n_heads, length, length, dtype=torch.float64)
+    weight = torch.zeros_like(share)
+    for first in range(0, len(chosen), at_once):
+        ids = chosen.clean[first : first + at_once]
+        output = model(input_ids=ids, use_cache=False, output_attentions=True, gate_output="pattern", logits_to_keep=1)
+        pattern = torch.stack(output.attentions).double().cpu()  # [layers, batch, heads, queries, keys]
+        share += (pattern > 0).double().sum(1)
+        weight += pattern.sum(1)
+    n = len(chosen)
+    windows = [parts(model, layer).window for layer in range(dims.n_layers)]
+    n_possible = dims.n_heads * sum(int(allowed_pairs(length, length, window=window).sum()) for window in windows)
+    opened = share.nonzero()
+    order = weight[tuple(opened.T)].argsort(descending=True)[:most]
+    listed = map(tuple, opened[order].tolist())
+    return {
+        "n_prompts": n, "length": length, "example": chosen.pairs[0].clean, "n_possible": n_possible,
+        "n_open": len(opened), "n_proven_absent": n_possible - len(opened), "open_per_prompt": float(share.sum() / n),
+        "columns": ["layer", "head", "query", "key", "share_of_prompts", "mean_weight"],
+        "open": [[*at, round(float(share[at] / n), 4), round(float(weight[at] / n), 5)] for at in listed],
     }  # fmt: skip

@@ -21,7 +21,7 @@ baseline: dense or control. threshold: 0.8, 0.9, 0.95, 0.98; for scope "task" al
 95 % of the effect. Readers go through what is there, so a new reading needs nothing but a name in WORDING.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
@@ -39,14 +39,19 @@ class CurveRow(TypedDict):
     high: list[float]
 
 
-class MultiplierRow(TypedDict):
+class Ratio(TypedDict):
+    """How many times fewer edges, with its 95 % interval over prompts."""
+
+    multiplier: float
+    low: float
+    high: float
+
+
+class MultiplierRow(Ratio):
     """Edges a dense model needs over edges the sparse one needs, on the same prompts."""
 
     dense_edges: float
     sparse_edges: float
-    multiplier: float
-    low: float
-    high: float
     n_prompts: int
     ranking: NotRequired[dict[str, str]]  # by dense and sparse: the ranking that needs fewest edges
 
@@ -67,6 +72,13 @@ class Alternatives(TypedDict):
     overlap: list[float | None]  # mean Jaccard index with the circuits found before
 
 
+class Areas(TypedDict):
+    """MIB's two numbers of a curve."""
+
+    cpr: float
+    cmd: float
+
+
 class Reading(TypedDict):
     """One model's circuits by one reading. `circuit` is best first: [edge, score], or values of `columns`."""
 
@@ -77,7 +89,7 @@ class Reading(TypedDict):
     m_nothing: float
     edges_at: dict[str, float]  # scope prompt: geometric mean over prompts
     edges_at_interval: dict[str, list[float]]
-    circuit: list[list[Any]]
+    circuit: Sequence[Sequence[str | float]]
     curve: NotRequired[CurveRow]  # scope prompt: the mean over prompts; a learnt mask has none
     random: NotRequired[CurveRow]
     checks: NotRequired[dict[str, float]]
@@ -112,18 +124,15 @@ class Leading(TypedDict):
     per_prompt: list[int]
 
 
-class OpenRow(TypedDict):
+class OpenRow(Ratio):
     """All of it: every edge that leads to the answer, dense against sparse; no ranking, no threshold, no search."""
 
     dense: float
     sparse: float
-    multiplier: float
-    low: float
-    high: float
     n_prompts: int
     possible_edges: int
     control: NotRequired[float]
-    against_control: NotRequired[dict[str, float]]  # multiplier, low, high
+    against_control: NotRequired[Ratio]
 
 
 class OpenEdges(TypedDict):
@@ -147,7 +156,7 @@ class Results(TypedDict):
     metric: str
     model: str
     sparse: bool
-    settings: dict[str, Any]
+    settings: Mapping[str, object]  # config.Search
     n_prompts_scoring: NotRequired[int]
     n_layers: int
     n_heads: int
@@ -157,13 +166,21 @@ class Results(TypedDict):
     open_edges: NotRequired[OpenEdges]
 
 
+class Overlap(TypedDict):
+    """Shared edges of two circuits of the same graph: number, over the union, over the smaller one."""
+
+    shared: int
+    jaccard: float
+    of_smaller: float
+
+
 class TaskRow(TypedDict):
     """One task in two or three models, by role: dense, sparse, control."""
 
     models: dict[str, Results]
     multipliers: NotRequired[Multipliers]
     open_edges: NotRequired[OpenRow]
-    overlap: NotRequired[dict[str, float] | None]  # circuit.overlap
+    overlap: NotRequired[Overlap | None]
 
 
 class ComparisonRows(TypedDict):
@@ -171,7 +188,30 @@ class ComparisonRows(TypedDict):
 
     names: dict[str, str]
     tasks: dict[str, TaskRow]
-    settings: NotRequired[dict[str, Any]]
+    settings: NotRequired[Mapping[str, object]]
+    left_out: NotRequired[dict[str, str]]
+
+
+class PublishedRow(MultiplierRow):
+    """One multiplier in `compare --json`."""
+
+    possible_edges: int
+
+
+class ControlledRow(PublishedRow):
+    """The same, where there is a control."""
+
+    control_edges: float
+    against_control: Ratio
+
+
+class Published(TypedDict):
+    """`compare --json`: the multipliers alone."""
+
+    readings: dict[str, dict[str, dict[str, PublishedRow]]]  # reading -> task -> threshold
+    open_edges: dict[str, OpenRow]  # by task
+    names: dict[str, str]
+    settings: NotRequired[Mapping[str, object]]
     left_out: NotRequired[dict[str, str]]
 
 

@@ -4,8 +4,6 @@ The model reads eleven characters and answers at the five question marks, all at
 4 layers of 4 heads there are 4 * 4 * 66 = 1,056 possible edges.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
@@ -53,7 +51,7 @@ class AdditionBatches:
     def heldout(self, start: int, count: int) -> dict[str, Tensor]:
         return encode(self.heldout_pairs[torch.arange(start, start + count) % self.n_heldout])
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         return {"name": "addition", "seed": self.seed, "heldout_sequences": self.n_heldout, "length": self.length}
 
 

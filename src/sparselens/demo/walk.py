@@ -14,11 +14,12 @@ from transformers import PreTrainedTokenizerBase
 from ..attribution.graph import Graph
 from ..attribution.trace import trace
 from ..circuits.compare import compare
+from ..circuits.rows import MultiplierRow, OpenRow
 from ..config import Search, Sparsify, Trace, Training, Transcode
 from ..models.loading import is_gated, load, save
 from ..reporting.figures.attribution import draw_trace_all
 from ..reporting.figures.circuits import draw_all
-from ..reporting.figures.flow import draw_flow
+from ..reporting.figures.flow import Flow, draw_flow
 from ..runs.run import Run, reading
 from ..serving.publish import report
 from ..training.loop import Stage, train
@@ -82,8 +83,9 @@ def demo(
     try:
         run.write("about.json", ABOUT)
         base, tokenizer = _dense(run, batches, dense_settings, resume, show_progress, say)
-        quiet: dict[str, Any] = {"resume": resume, "show_progress": show_progress, "say": lambda text: None}
-        sparse = sparsify_into(run, base, tokenizer, batches, sparse_settings, **quiet)
+        sparse = sparsify_into(
+            run, base, tokenizer, batches, sparse_settings, resume=resume, show_progress=show_progress, say=_nothing
+        )
         tried = batches.heldout_pairs[:20].tolist()
         example = next((pair for pair in tried if _both_right(base, sparse, *pair)), EXAMPLE)
         flow = {"base": flow_of(base, *example), "sparse": flow_of(sparse, *example)}
@@ -101,7 +103,7 @@ def demo(
             "multiplier": multiplier, "features": features, "seconds": round(time.perf_counter() - began, 1),
         }  # fmt: skip
         run.write("summary.json", run.read("summary.json") | found)
-        report(out, say=lambda text: None)
+        report(out, say=_nothing)
         for leftover in ("checkpoints", "best", "control/checkpoints", "base/checkpoints"):
             shutil.rmtree(out / leftover, ignore_errors=True)
     finally:
@@ -128,13 +130,22 @@ def _dense(
     return model, tokenizer
 
 
-def _circuits(run: Run, base: Loaded, sparse: nn.Module, seed: int) -> dict[str, Any] | None:
+def _nothing(text: str) -> None:
+    """Said by no one: the demo tells its own story."""
+
+
+class OpenTold(OpenRow):  # all that leads to the answer, under the names of other multipliers as well
+    dense_edges: float
+    sparse_edges: float
+
+
+def _circuits(run: Run, base: Loaded, sparse: nn.Module, seed: int) -> dict[str, MultiplierRow | OpenTold] | None:
     """Figures 2 and 3: how many edges explain addition in the dense, control and sparse model."""
     control = load(run.path / "control" / "model")
     names = ("Addition model", "Sparse addition model")
-    options: dict[str, Any] = {"settings": Search(seed=seed), "names": names, "say": lambda text: None}
+    settings = Search(seed=seed)
     try:
-        result = compare(base, sparse, "addition", control=control, **options)
+        result = compare(base, sparse, "addition", control=control, settings=settings, names=names, say=_nothing)
     except ValueError as error:  # a model that cannot add has no circuit for it
         run.write("circuits.json", {"error": str(error)})
         return None
@@ -143,16 +154,19 @@ def _circuits(run: Run, base: Loaded, sparse: nn.Module, seed: int) -> dict[str,
         circuit.save(run.path / f"circuit-addition-{role}.json")
     draw_all(result, run.path)
     row = result["tasks"]["addition"]
-    found = {reading: row["multipliers"][reading]["dense"]["0.9"] for reading in TOLD if reading in row["multipliers"]}
-    if opened := row.get("open_edges"):
-        found["open"] = {"dense_edges": opened["dense"], "sparse_edges": opened["sparse"]} | opened
+    measured = row["multipliers"]
+    found: dict[str, MultiplierRow | OpenTold] = {}
+    found |= {reading: measured[reading]["dense"]["0.9"] for reading in TOLD if reading in measured}
+    if "open_edges" in row:
+        opened = row["open_edges"]
+        found["open"] = {"dense_edges": opened["dense"], "sparse_edges": opened["sparse"], **opened}
     return found
 
 
 def _features(
     run: Run, base: Loaded, sparse: Loaded, batches: AdditionBatches, example: tuple[int, int], seed: int,
     show_progress: bool,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, dict[str, float]]:  # fmt: skip
     """Figure 4: features of both models' MLPs, one sum traced through them, and the heads that carry it."""
     transcoders = {}
     settings = dataclasses.replace(FEATURES, seed=seed)
@@ -161,7 +175,7 @@ def _features(
         if not (folder / "results.json").is_file():
             transcode(
                 model, data=batches, out=folder, settings=settings, name=f"addition-{name}",
-                resume=(folder / "run.json").is_file(), show_progress=show_progress, say=lambda text: None,
+                resume=(folder / "run.json").is_file(), show_progress=show_progress, say=_nothing,
             )  # fmt: skip
         transcoders[name] = Transcoder.load(folder)
     trace_sum((sparse, transcoders["sparse"]), (base, transcoders["dense"]), example, run.path / "trace")
@@ -191,10 +205,10 @@ def _both_right(base: nn.Module, sparse: nn.Module, a: int, b: int) -> bool:
     return answer(base, a, b) == answer(sparse, a, b) == f"{a + b:05}"
 
 
-def flow_of(model: Any, a: int, b: int) -> dict[str, Any]:
+def flow_of(model: Any, a: int, b: int) -> Flow:
     """What figure 1 shows of one model: input, output, and the attention [layer][head][query][key] of one sum."""
     inputs = encode(torch.tensor([[a, b]]))["input_ids"]
-    options: dict[str, Any] = {"gate_output": "pattern"} if is_gated(model) else {}
+    options = {"gate_output": "pattern"} if is_gated(model) else {}
     before = model.config._attn_implementation
     if not options:
         model.set_attn_implementation("eager")  # the one that returns its weights

@@ -1,10 +1,9 @@
 """Readings as they are shown: in which order, in which words, and a ratio written one way everywhere. No torch."""
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
-from ..circuits.rows import SCOPES, TASK, WORDING, Scope, wording
+from ..circuits.rows import SCOPES, TASK, WORDING, Ratio, Reading, Scope, wording
 
 THRESHOLD = "0.9"  # of what is told first
 
@@ -27,14 +26,14 @@ def question(reading: str, scope: str | None) -> str:
     return f"{wording(reading).others} {how}".strip()
 
 
-def scope_of(models: Iterable[Mapping[str, Any]]) -> Scope | None:
+def scope_of(models: Iterable[Reading]) -> Scope | None:
     """The scope of a reading, from what any model's row says."""
     return next((model["scope"] for model in models if "scope" in model), None)
 
 
-def fewer(row: Mapping[str, Any], interval: bool = True) -> str:
+def fewer(row: Ratio, interval: bool = True) -> str:
     """2.2x fewer (1.9 to 2.5), or 1.9x more (1.2 to 2.4): the interval always in the direction of the word."""
-    value, low, high = (float(row[name] or 0.0) for name in ("multiplier", "low", "high"))
+    value, low, high = (float(number or 0.0) for number in (row["multiplier"], row["low"], row["high"]))
     word = "fewer"
     if not value > 0:  # not measured
         return "–"

@@ -5,6 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ..reporting import payload, write_page
+from ..reporting.figures.flow import Flow, draw_flow
 from ..reporting.sections import open_runs
 from ..reporting.sections.attention import read_maps
 from ..reporting.sections.attribution import read_trace, trace_files, traced_prompts
@@ -74,7 +75,6 @@ def figures(
 def _draw(run: Run, folder: Path, kind: str, threshold: float) -> list[Path]:
     from ..reporting.figures.attribution import draw_trace
     from ..reporting.figures.circuits import draw_all
-    from ..reporting.figures.flow import draw_flow
 
     drawn = []
     flow = run.read("figure1.json") if (run.path / "figure1.json").is_file() else _flow(run)
@@ -91,7 +91,7 @@ def _draw(run: Run, folder: Path, kind: str, threshold: float) -> list[Path]:
     return drawn
 
 
-def _flow(run: Run) -> dict[str, dict[str, object]] | None:
+def _flow(run: Run) -> dict[str, Flow] | None:
     """Figure 1's rows from the attention rows: the first prompt short enough, dense (or control) and sparse."""
     for prompt in run.find("attention/attention.json", {"prompts": []})["prompts"]:
         dense = next((role for role in ("dense", "control") if role in prompt["models"]), None)
@@ -99,12 +99,14 @@ def _flow(run: Run) -> dict[str, dict[str, object]] | None:
             continue
         tensors = read_maps(run.path / "attention" / Path(prompt["file"]).name)
         words = [_clip(token) for token in prompt["tokens"]]
-        flow = {}
+        flow: dict[str, Flow] = {}
         for name, role in (("base", dense), ("sparse", "sparse")):
             weights = tensors[f"{role}.weights"].astype(float)
             answer = [*words[:-1], _clip(prompt["models"][role]["says"][-1])]
-            flow[name] = {"input": words, "output": answer, "edges": int((weights > 0).sum())}
-            flow[name] |= {"attention": weights.tolist()} | ({"title": "Dense Control"} if role == "control" else {})
+            n_open, attention = int((weights > 0).sum()), weights.tolist()
+            flow[name] = {"input": words, "output": answer, "edges": n_open, "attention": attention}
+            if role == "control":
+                flow[name]["title"] = "Dense Control"
         return flow
     return None
 

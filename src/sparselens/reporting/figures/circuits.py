@@ -94,12 +94,13 @@ def _draw_circuit(axis: Axes, found: Reading, shape: tuple[int, int]) -> None:
     from matplotlib.colors import to_rgb
 
     n_layers, n_heads = shape
-    edges = [(*edge.split("->"), score) for edge, score in found["circuit"]]
+    edges = found["circuit"]
     # A head's q, k and v edges are one line; thousands of lines must be thin and pale to leave a picture.
     strength: dict[tuple[str, str], float] = {}
-    for source, target, score in edges:
+    for edge, score in edges:
+        source, target = str(edge).split("->")
         line = (source, target.partition("<")[0])
-        strength[line] = strength.get(line, 0.0) + abs(score)
+        strength[line] = strength.get(line, 0.0) + abs(float(score))
     # One edge in fifty is drawn full: a single one (the first MLP's, often) must not make all others invisible.
     top = sorted(strength.values(), reverse=True)[len(strength) // 50] if strength else 1.0
     faint = min(1.0, (60 / max(len(strength), 1)) ** 0.5)
@@ -114,12 +115,12 @@ def _draw_circuit(axis: Axes, found: Reading, shape: tuple[int, int]) -> None:
     size = min(70.0, 900.0 / max(n_heads, n_layers))
     nodes = [f"a{layer}.h{head}" for layer in range(n_layers) for head in range(n_heads)]
     nodes += [f"m{layer}" for layer in range(n_layers)] + ["input", "logits"]
-    for is_active, face, edge, order in ((False, LIGHT, LIGHT, 2), (True, "white", INK, 3)):
+    for is_active, face, rim, order in ((False, LIGHT, LIGHT, 2), (True, "white", INK, 3)):
         for marker, kind in (("o", "a"), ("s", "mil")):
             chosen = [_place(node, shape) for node in nodes if (node in active) == is_active and node[0] in kind]
             if chosen:
                 x, y = zip(*chosen, strict=True)
-                axis.scatter(x, y, size, marker=marker, facecolor=face, edgecolor=edge, linewidth=0.8, zorder=order)
+                axis.scatter(x, y, size, marker=marker, facecolor=face, edgecolor=rim, linewidth=0.8, zorder=order)
     labels: Any = {"ha": "center", "fontsize": 7, "color": INK}
     for node, dy, side in (("input", 0.38, "bottom"), ("logits", -0.38, "top")):
         across, up = _place(node, shape)

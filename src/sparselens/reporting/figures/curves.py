@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...circuits.rows import ComparisonRows, CurveRow, Reading, TaskRow, wording
+from ...circuits.rows import ComparisonRows, CurveRow, OpenRow, Reading, TaskRow, wording
 from ..readings import count, fewer, ordered, question, scope_of, times
 from .style import BLUE, GREY, INK, ORANGE, Axes, pyplot, save
 
@@ -195,9 +195,9 @@ def _note(comparison: ComparisonRows, panels: list[tuple[str, str]], width: floa
     return textwrap.fill(" ".join(said), int(width * 19.5))
 
 
-def _open(row: TaskRow, reading: str) -> dict[str, Any] | None:
+def _open(row: TaskRow, reading: str) -> OpenRow | None:
     """All edges that lead to the answer belong beside circuits of those edges, the others removed."""
-    return dict(row["open_edges"]) if reading == "removed" and "open_edges" in row else None
+    return row["open_edges"] if reading == "removed" and "open_edges" in row else None
 
 
 def _label(axis: Axes, row: TaskRow, reading: str, threshold: float) -> None:
@@ -216,7 +216,7 @@ def _label(axis: Axes, row: TaskRow, reading: str, threshold: float) -> None:
     m = row.get("multipliers", {}).get(reading, {}).get("dense", {}).get(str(threshold))
     if m is None or not m["multiplier"] > 0:
         return
-    left, right = sorted(max(1, m[name]) for name in ("sparse_edges", "dense_edges"))
+    left, right = sorted(max(1, n) for n in (m["sparse_edges"], m["dense_edges"]))
     style: Any = {"color": INK, "linewidth": 1.4, "marker": "|", "markersize": 5, "label": "_span"}
     axis.plot([left, right], [threshold] * 2, **style)
     start = axis.get_xlim()[0]

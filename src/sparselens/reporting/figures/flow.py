@@ -1,18 +1,26 @@
 """Pictures from rows. Nothing here knows about models or torch: what a figure needs lies in the Run as JSON."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
 from .style import BLUE, GREY, INK, LIGHT, Axes, pyplot, save
 
 
-def draw_flow(flow: dict[str, Any], path: str | Path) -> None:
+class Flow(TypedDict):  # of one model, in figure1.json
+    input: str | list[str]  # a character or a word per position
+    output: str | list[str]
+    edges: int  # how many are open
+    attention: list[list[list[list[float]]]]  # [layer][head][query][key]
+    title: NotRequired[str]
+
+
+def draw_flow(flow: Mapping[str, Flow], path: str | Path) -> None:
     """Figure 1: which position reads which, layer by layer, before and after; one line per attention edge.
 
-    flow: {"base": ..., "sparse": ...}, each with `input`, `output` (strings), `edges` (how many are open)
-    and `attention` [layer][head][query][key].
+    flow: {"base": ..., "sparse": ...}
     """
     from matplotlib.patches import FancyArrowPatch
 
@@ -32,7 +40,7 @@ def draw_flow(flow: dict[str, Any], path: str | Path) -> None:
         save(figure, path, dpi=160)
 
 
-def _draw_flow_panel(axis: Axes, title: str, rows: dict[str, Any]) -> None:
+def _draw_flow_panel(axis: Axes, title: str, rows: Flow) -> None:
     from matplotlib.collections import LineCollection
     from matplotlib.colors import to_rgb
     from matplotlib.patches import FancyBboxPatch

@@ -80,7 +80,8 @@ def _draw(axis: Axes, found: Reading, model: Results, colour: str) -> None:
     edges = found["circuit"][:needed]
     strength: dict[tuple[int, int, int], float] = defaultdict(float)
     for edge in edges:
-        strength[edge[at["layer"]], edge[at["query"]], edge[at["key"]]] += abs(edge[at["score"]])
+        layer, query, key = (int(edge[at[name]]) for name in ("layer", "query", "key"))
+        strength[layer, query, key] += abs(float(edge[at["score"]]))
     # One line in fifty is drawn full: a single one must not make all others invisible.
     top = sorted(strength.values(), reverse=True)[len(strength) // 50] if strength else 1.0
     faint = min(1.0, (200 / max(len(strength), 1)) ** 0.6)

@@ -8,25 +8,55 @@ features of the Graph, the most influential first.
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import numpy as np
 
-from ...attribution.rows import TraceRows
+from ...attribution.rows import LinkShare, TraceRows
 from ...runs.run import Run, about, read_json
 from . import Section, finite, read_tensors, short
 
 MOST_LINKS = 40  # of an edge's departure and arrival each
 MOST_NODES, MOST_EDGES = 400, 3000
+HEAD = ("layer", "head", "share")
 MOST_SINGLES = 40  # edges between single nodes, with their checks
 KINDS = ("feature", "error", "token", "position", "bias", "logit")
-# What is shown as it was written: of a trace, and of an edge.
+# What is shown as it was written.
 TOLD = (
     "prompt", "tokens", "n_layers", "n_heads", "model", "completeness_error", "scores", "agreement", "agreement_direct",
 )  # fmt: skip
-NUMBERS = (
-    "weight", "single_hop", "multi_hop", "direct", "predicted", "measured", "predicted_direct", "measured_direct",
-)  # fmt: skip
+
+
+class ShownCluster(TypedDict):
+    name: str
+    kind: str
+    layers: list[int]
+    positions: list[int]
+    size: int
+
+
+class ShownEdge(TypedDict):  # as in trace.json, ends as places among the clusters; None where nothing was written
+    source: int
+    target: int
+    flow: float  # how much influence passes: comparable between edges, as weights are in units of their targets
+    weight: float | None
+    single_hop: float | None
+    multi_hop: float | None
+    direct: float | None
+    predicted: float | None
+    measured: float | None
+    predicted_direct: float | None
+    measured_direct: float | None
+    departure: list[LinkShare]
+    arrival: list[LinkShare]
+    heads: list[dict[str, float | None]]  # HEAD
+
+
+class ShownMain(TypedDict):  # the edge looked at closely, and what closing its links did
+    edge: int | None
+    n_links: int | None
+    predicted: float | None
+    measured: float | None
 
 
 def trace_files(folder: Path) -> list[Path]:
@@ -74,14 +104,15 @@ def one_trace(value: Mapping[str, Any], name: str) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _main(main: dict[str, Any] | None, edges: list[dict[str, Any]], place: dict[str, int]) -> dict[str, object] | None:
+def _main(main: dict[str, Any] | None, edges: list[ShownEdge], place: dict[str, int]) -> ShownMain | None:
     """Which edge the tracing looked at closely, and what closing its links did."""
     if not main:
         return None
     ends = (place.get(main.get("source", "")), place.get(main.get("target", "")))
     at = next((i for i, edge in enumerate(edges) if (edge["source"], edge["target"]) == ends), None)
     closed = main.get("closed") or {}
-    return {"edge": at, **finite({name: closed.get(name) for name in ("n_links", "predicted", "measured")})}
+    n_links, predicted, measured = (finite(closed.get(name)) for name in ("n_links", "predicted", "measured"))
+    return {"edge": at, "n_links": n_links, "predicted": predicted, "measured": measured}
 
 
 def _look(look: dict[str, Any]) -> dict[str, object]:
@@ -90,23 +121,33 @@ def _look(look: dict[str, Any]) -> dict[str, object]:
     return dict(short(look | {"closing": closing}, 6))
 
 
-def _cluster(cluster: dict[str, Any]) -> dict[str, Any]:
-    found = {"name": str(cluster.get("name", "?")), "kind": cluster.get("kind", "feature")}
-    places = {"layers": cluster.get("layers") or [0, 0], "positions": cluster.get("positions") or []}
-    return found | places | {"size": cluster.get("n_features", len(cluster.get("nodes") or []))}
+def _cluster(cluster: dict[str, Any]) -> ShownCluster:
+    return {
+        "name": str(cluster.get("name", "?")), "kind": cluster.get("kind", "feature"),
+        "layers": cluster.get("layers") or [0, 0], "positions": cluster.get("positions") or [],
+        "size": cluster.get("n_features", len(cluster.get("nodes") or [])),
+    }  # fmt: skip
 
 
-def _edge(edge: dict[str, Any], place: dict[str, int]) -> dict[str, Any] | None:
-    ends = {end: place.get(edge[end]) for end in ("source", "target")}
+def _edge(edge: dict[str, Any], place: dict[str, int]) -> ShownEdge | None:
+    source, target = place.get(edge["source"]), place.get(edge["target"])
     if not isinstance(edge["source"], str) or not isinstance(edge["target"], str):
         raise TypeError(f"an edge from {edge['source']!r} to {edge['target']!r}")
-    if None in ends.values():
+    if source is None or target is None:
         return None
-    # How much influence passes is comparable between edges; weights are in units of their targets.
-    numbers = {name: edge.get(name) for name in NUMBERS} | {"flow": abs(edge.get("flow", edge["weight"]))}
-    links = {name: short((edge.get(name) or [])[:MOST_LINKS], 6) for name in ("departure", "arrival")}
-    heads = [{key: head.get(key) for key in ("layer", "head", "share")} for head in edge.get("heads_for_80") or []]
-    return finite(numbers) | links | ends | {"heads": heads}
+
+    def number(name: str) -> float | None:
+        return finite(edge.get(name))
+
+    return {
+        "source": source, "target": target, "flow": finite(abs(edge.get("flow", edge["weight"]))),
+        "weight": number("weight"), "single_hop": number("single_hop"), "multi_hop": number("multi_hop"),
+        "direct": number("direct"), "predicted": number("predicted"), "measured": number("measured"),
+        "predicted_direct": number("predicted_direct"), "measured_direct": number("measured_direct"),
+        "departure": short((edge.get("departure") or [])[:MOST_LINKS], 6),
+        "arrival": short((edge.get("arrival") or [])[:MOST_LINKS], 6),
+        "heads": [{key: head.get(key) for key in HEAD} for head in edge.get("heads_for_80") or []],
+    }  # fmt: skip
 
 
 def features(folder: Path) -> dict[str, object] | None:

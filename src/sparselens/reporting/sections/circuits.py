@@ -11,12 +11,24 @@ import shlex
 from bisect import bisect_left, bisect_right
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import numpy as np
 
 from ...circuits.circuit import Circuit
-from ...circuits.rows import TASK, ComparisonRows, Reading, Results, TaskRow, comparison, wording
+from ...circuits.rows import (
+    TASK,
+    ComparisonRows,
+    Multipliers,
+    OpenRow,
+    Overlap,
+    Reading,
+    Results,
+    Scope,
+    TaskRow,
+    comparison,
+    wording,
+)
 from ...models.component_graph import Components
 from ...runs.run import Run, about, read_json
 from ..readings import ordered, question, scope_of
@@ -29,9 +41,57 @@ ON_TOKENS = {"layer", "head", "query", "key", "score"}  # columns of circuits th
 DRAWN = ("circuit", "columns", "length", "edges_per_prompt", "rankings", "alternatives", "checks")
 
 
-def circuits(run: Run) -> dict[str, Any] | None:
-    """Every task's comparison found in the Run, as {"tasks": [...], "names": {...}}; None where there is none."""
-    tasks, names = dict[str, dict[str, Any]](), dict[str, str]()
+class GraphColumns(TypedDict("Columns", {"from": list[int], "to": list[int]})):
+    """Edges of the component graph, best first."""
+
+    nodes: list[str]
+    through: str  # q, k, v or -, a letter per edge
+    score: list[float]
+
+
+TokenColumns = dict[str, list[str | float]]  # of a circuit on tokens: its columns, by name
+
+
+class Drawn(TypedDict):
+    """What is drawn of a reading in one model, beside all that its row says but for DRAWN."""
+
+    n_layers: int
+    n_heads: int
+    edges: NotRequired[GraphColumns | TokenColumns]
+    prefix: NotRequired[list[int | None]]  # of a graph: by measured size, how many of `edges` it is made of
+
+
+class ShownReading(TypedDict):
+    name: str
+    title: str
+    label: str
+    short: str
+    edges: str  # what is counted
+    scope: Scope | None
+    question: str
+    picture: str | None  # graph, tokens
+    models: dict[str, dict[str, object]]  # by role: rows.Reading without DRAWN, with Drawn
+
+
+class ShownTask(TypedDict):
+    name: str
+    metric: str | None
+    overlap: Overlap | None
+    models: dict[str, dict[str, object]]  # by role: rows.Results without what is told elsewhere
+    readings: list[ShownReading]
+    multipliers: Multipliers
+    open_edges: OpenRow | None
+
+
+class ShownCircuits(TypedDict):
+    tasks: list[ShownTask]
+    names: dict[str, str]
+    problems: list[str]
+
+
+def circuits(run: Run) -> ShownCircuits | None:
+    """Every task's comparison found in the Run; None where there is none."""
+    tasks, names = dict[str, ShownTask](), dict[str, str]()
     found, problems = comparisons(run.path)
     for path, rows in found:
         names |= rows.get("names", {})
@@ -58,7 +118,7 @@ def comparisons(folder: Path) -> tuple[list[tuple[Path, ComparisonRows]], list[s
     return found, problems
 
 
-def _task(name: str, row: TaskRow, path: Path) -> dict[str, Any]:
+def _task(name: str, row: TaskRow, path: Path) -> ShownTask:
     models = {role: row["models"][role] for role in ROLES if role in row["models"]}
     readings = ordered(reading for model in models.values() for reading in model["readings"])
     return {
@@ -71,7 +131,7 @@ def _task(name: str, row: TaskRow, path: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _model(results: Results) -> dict[str, Any]:
+def _model(results: Results) -> dict[str, object]:
     """What belongs to the model, whatever the reading."""
     told = ("task", "metric", "model", "readings", "seconds")
     found = {name: value for name, value in results.items() if name not in told}
@@ -81,23 +141,24 @@ def _model(results: Results) -> dict[str, Any]:
     return finite(found)
 
 
-def _reading(reading: str, task: str, models: dict[str, Results], path: Path, most: int) -> dict[str, Any]:
+def _reading(reading: str, task: str, models: dict[str, Results], path: Path, most: int) -> ShownReading:
     """One reading of a task, in words and for every model it was measured in, the headline's first.
 
     picture: how its circuits are drawn: as a graph of components, on tokens, or not at all.
     """
-    words, shown = wording(reading), {}
+    words, shown = wording(reading), dict[str, dict[str, object]]()
     rows = {role: results["readings"][reading] for role, results in models.items() if reading in results["readings"]}
     picture = _picture(reading, list(rows.values()))
     for role, found in rows.items():
         results = models[role]
-        drawn: dict[str, Any] = {"n_layers": int(results["n_layers"]), "n_heads": int(results["n_heads"])}
+        drawn: Drawn = {"n_layers": int(results["n_layers"]), "n_heads": int(results["n_heads"])}
         if picture == "tokens":
             drawn["edges"] = _on_tokens(found, most)
         elif picture == "graph":
             drawn["edges"], drawn["prefix"] = drawable(results, _whole(path.parent, task, role))
-        shown[role] = finite({name: value for name, value in found.items() if name not in DRAWN}) | drawn
-    scope = scope_of(shown.values())
+        kept: dict[str, object] = {name: value for name, value in found.items() if name not in DRAWN}
+        shown[role] = {**finite(kept), **drawn}
+    scope = scope_of(rows.values())
     return {
         "name": reading, "title": task, "label": words.label, "short": _short(reading), "edges": words.edges,
         "scope": scope, "question": question(reading, scope), "picture": picture, "models": shown,
@@ -118,7 +179,7 @@ def _picture(reading: str, rows: list[Reading]) -> str | None:
     return "graph" if reading == "components" else None
 
 
-def _on_tokens(found: Reading, most: int) -> dict[str, Any]:
+def _on_tokens(found: Reading, most: int) -> TokenColumns:
     """The attention edges behind a curve, best first, as columns: the first n are the circuit of size n."""
     names, rows = found["columns"], found["circuit"][:most]
     return {name: short([row[i] for row in rows], 4 if name == "weight" else 6) for i, name in enumerate(names)}
@@ -131,16 +192,21 @@ def _whole(folder: Path, task: str, role: str) -> Circuit | None:
     return None
 
 
-def drawable(results: Results, whole: Circuit | None, most: int = MOST) -> tuple[dict[str, Any], list[int | None]]:
+def drawable(results: Results, whole: Circuit | None, most: int = MOST) -> tuple[GraphColumns, list[int | None]]:
     """(edges, best first, as columns from, to, through, score; per measured size the prefix that is it, or None)."""
     found = results["readings"]["components"]
     settings = results.get("settings", {})
     signed = bool(settings.get("signed", False))
     if whole is not None:
-        c, order, scores = whole.components, whole.order(settings.get("selection", "top"), not signed), whole.scores
+        c, order, scores = (
+            whole.components,
+            whole.order(str(settings.get("selection", "top")), not signed),
+            whole.scores,
+        )
     else:
         c = Components(int(results["n_layers"]), int(results["n_heads"]))
-        listed = sorted(found.get("circuit", []), key=lambda edge: -(edge[1] if signed else abs(edge[1])))
+        named = [(str(name), float(score)) for name, score in found.get("circuit", [])]
+        listed = sorted(named, key=lambda edge: -(edge[1] if signed else abs(edge[1])))
         places = [c.edge(name) for name, _ in listed]
         order = np.array([reader * c.n_writers + writer for reader, writer in places], dtype=int)
         scores = np.zeros((c.n_readers, c.n_writers))
@@ -151,7 +217,7 @@ def drawable(results: Results, whole: Circuit | None, most: int = MOST) -> tuple
     targets = [c.readers[r] for r in readers]
     nodes = ["input", *c.writers[1:], "logits"]
     place = {node: i for i, node in enumerate(nodes)}
-    columns = {
+    columns: GraphColumns = {
         "nodes": nodes, "from": [place[c.writers[w]] for w in writers],
         "to": [place[target.partition("<")[0]] for target in targets],
         "through": "".join(target.partition("<")[2][:1] or "-" for target in targets),

@@ -3,10 +3,9 @@
 Every verdict is a rule below, computed from the Run's own numbers: none is written by hand.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
-from ...circuits.rows import MEAN, MultiplierRow, wording
+from ...circuits.rows import MEAN, MultiplierRow, Ratio, wording
 from ...runs.rows import EvaluationRow
 from ...runs.run import About, about
 from ..readings import THRESHOLD, count, fewer, ordered
@@ -220,7 +219,7 @@ def _of_open_edges(task: Row) -> list[Verdict]:
     return [_verdict(_state(row), f"All of it, {task['name']}", detail)]
 
 
-def _state(row: Mapping[str, Any]) -> str:
+def _state(row: Ratio) -> str:
     return "met" if row["low"] > 1 else "missed" if row["high"] < 1 else "care"
 
 
