@@ -151,7 +151,7 @@ def _reading(reading: str, task: str, models: dict[str, Results], path: Path, mo
     picture = _picture(reading, list(rows.values()))
     for role, found in rows.items():
         results = models[role]
-        drawn: Drawn = {"n_layers": results["n_layers"], "n_heads": results["n_heads"]}
+        drawn: Drawn = {"n_layers": int(results["n_layers"]), "n_heads": int(results["n_heads"])}
         if picture == "tokens":
             drawn["edges"] = _on_tokens(found, most)
         elif picture == "graph":
