@@ -161,6 +161,18 @@ def test_places_go_by_size_and_halves_are_scored_again():
     assert ranks.places.flatten(1).tolist() == [[1, 0, 2, 3], [0, 1, 2, 3]] and ranks.alive.tolist() == [4, 1]
 
 
+def test_edges_go_by_their_own_scores():
+    """gradient: at the whole model. rescored: again with half of the edges left, and again. integrated: all the way."""
+    edges, some = edges_of()
+    gradient = edges.gradient(edges.all(some), some)
+    again = by_score(gradient, lambda mask: edges.gradient(mask, some)).places
+    wanted = {"gradient": by_score(gradient).places, "rescored": again}
+    wanted["integrated"] = by_score(edges.integrated(some)).places
+    for ranking, places in wanted.items():
+        assert torch.equal(rank(edges, some, ranking).places, places), ranking
+    assert not torch.equal(again, wanted["gradient"]) and not torch.equal(wanted["integrated"], wanted["gradient"])
+
+
 def test_heads_and_random_orders():
     edges, some = edges_of(bias=0.3)
     gradient = edges.gradient(edges.all(some), some)

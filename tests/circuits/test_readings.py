@@ -150,6 +150,7 @@ def test_a_row_is_what_its_circuits_do(model):
     read = reader(model)
     ((row, curve),) = [read.read("removed")["removed"]]
     assert curve is None and row["scope"] == "prompt" and list(row["edges_at"]) == THRESHOLDS
+    assert row["length"] == len(row["tokens"]) == 8 and row["n_prompts"] == 5 and row["n_edges"] == 2 * 4 * 36
     edges = AttentionEdges(read.decoder, read.prompts.take(slice(0, 1)))
     some = next(edges.parts())
     listed = [dict(zip(row["columns"], edge, strict=True)) for edge in row["circuit"]]
