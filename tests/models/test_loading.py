@@ -147,6 +147,40 @@ def test_from_pretrained_beside_sparselens_fails_at_the_first_forward(tmp_path):
         model(tokens())
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_sparse_model_switched_to_dense_attention_stops(family, implementation):
+    """set_attn_implementation, or the config behind it: nothing runs and nothing is saved until it is switched back."""
+    model = gated(family)
+    expected = model(tokens()).logits
+    model.set_attn_implementation(implementation)
+    for use in (lambda: model(tokens()), lambda: copy.deepcopy(model)(tokens()), lambda: is_gated(model)):
+        with pytest.raises(ValueError, match=f"attn_implementation='{implementation}'.*set_attn_implementation"):
+            use()
+    model.set_attn_implementation("sparselens")
+    assert torch.equal(model(tokens()).logits, expected)
+    model.config._attn_implementation = implementation
+    with pytest.raises(ValueError, match="would open every gate"):
+        model.generate(tokens(), max_new_tokens=2)
+
+
+def test_a_dense_attention_asked_of_from_pretrained_leaves_a_model_that_sparselens_refuses(tmp_path):
+    """transformers obeys attn_implementation="eager" before anything of ours runs: README says no more than this."""
+    sl.save(gated("llama"), tiny_tokenizer(), tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
+    model(tokens())  # dense
+    for use in (
+        lambda: is_gated(model), lambda: sl.save(model, None, tmp_path / "again"),
+        lambda: sl.discover(model, tiny_tokenizer(), say=lambda text: None),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"has lost its gates.*sparselens\.load"):
+            use()
+    model.save_pretrained(tmp_path / "again")
+    tiny_tokenizer().save_pretrained(tmp_path / "again")
+    with pytest.raises(ValueError, match="lacks its gates"):
+        sl.load(tmp_path / "again")
+
+
 def test_save_pretrained_alone_also_marks_the_folder(tmp_path):
     """Someone else's trainer calls save_pretrained; the mark must be there all the same."""
     gated("qwen3").save_pretrained(tmp_path)

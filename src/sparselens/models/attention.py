@@ -67,6 +67,19 @@ def gated_attention_forward(
     return out.transpose(1, 2), attentions
 
 
+def refuse_other_attention(module: nn.Module, *_: Any) -> None:
+    """Before every forward of an attention with gates: ValueError where transformers was told to run another one.
+
+    `set_attn_implementation("sdpa")` leaves gates and config in place and would compute a dense model.
+    """
+    used = module.config._attn_implementation  # type: ignore[union-attr]
+    if used != NAME and getattr(module.config, "sparselens", None) is not None:
+        raise ValueError(
+            f"this sparse model was switched to attn_implementation={used!r}, which would open every gate; "
+            f"switch it back with set_attn_implementation({NAME!r})"
+        )
+
+
 def bounded(out: Tensor, value: Tensor) -> Tensor:
     """`out` itself; where gates let little of the attention through, its gradient is as much smaller, token by token.
 
