@@ -91,7 +91,7 @@ def test_counting_leaves_nothing_fake_behind():
     count_step(config, settings, length=16, sequences=2, gpu=False, cache=True)
     model = shallow_trainable(config, settings, 2, gated=True)
     ids = torch.randint(0, VOCABULARY, (2, 16))
-    record = model(input_ids=ids, output_attentions=True, use_cache=False).attentions[0]
+    record = model(input_ids=ids, output_attentions=True, use_cache=False, gate_output="edges").attentions[0]
     assert type(record) is torch.Tensor and record[..., 1].eq(16 * 17 / 2).all()
 
 

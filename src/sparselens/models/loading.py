@@ -29,7 +29,7 @@ from ..config import Gate
 from ..runs import distributed
 from ..runs.run import Run, read_json, reading, whole_folder
 from .architectures import architecture, attention_modules, base_model, dimensions
-from .attention import NAME, refuse_other_attention
+from .attention import NAME, give_patterns, refuse_other_attention
 
 INDEX = "model.safetensors.index.json"  # which file has which weight, where there are several
 SAFE: Any = {"trust_remote_code": False}  # said aloud: left open, transformers asks the user to run a stranger's code
@@ -57,6 +57,8 @@ def add_gates(model: PreTrainedModel, gate: Gate) -> PreTrainedModel:
         if isinstance(getattr(module, "attn_dropout", None), nn.Dropout):
             module.attn_dropout.p = 0.0
         module.register_forward_pre_hook(refuse_other_attention)
+    # The decoder inside: PEFT calls the model's own forward without its hooks.
+    model.base_model.register_forward_pre_hook(give_patterns, with_kwargs=True)
     model.config.sparselens = {"version": 1, "normalise": gate.normalise}
     model.set_attn_implementation(NAME)
     # An ordinary attribute, so that every save_pretrained writes it and every from_pretrained trips over it.

@@ -82,7 +82,7 @@ def forward(model: nn.Module, batch: dict[str, Tensor], **options: Any) -> Any:
     """Run the model on a batch: no cache (it would hide packing from transformers), edge counts where it has gates."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     if is_gated(getattr(model, "module", model)):  # seen through DDP
-        options = {"output_attentions": True} | options
+        options = {"output_attentions": True, "gate_output": "edges"} | options
     return model(**inputs, use_cache=False, **options)
 
 
