@@ -211,7 +211,7 @@ def test_models_that_cannot_be_planned_for(folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     for name, changed, words in (
         ("sparse", config | {"sparselens": {"version": 1, "normalise": "all"}}, "already sparse"),
-        ("unknown", copy.deepcopy(config) | {"model_type": "opt"}, "cannot put gates into a 'opt'"),
+        ("unknown", copy.deepcopy(config) | {"model_type": "opt"}, "a 'opt' model cannot be gated"),
         ("flat", CONFIGS["gpt2"]().to_dict() | {"n_inner": 0, "n_positions": 512}, "cannot compute anything"),
     ):
         (tmp_path / name).mkdir()
