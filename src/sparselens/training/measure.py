@@ -32,6 +32,11 @@ class Measurement:
         return self.losses.mean().item()
 
     @property
+    def error(self) -> float | None:
+        """Standard error of the loss; a single sequence has none."""
+        return _standard_error(self.losses)
+
+    @property
     def density(self) -> float | None:
         """Open edges over allowed pairs, all heads and layers together."""
         if self.edges is None or self.pairs is None:
@@ -42,7 +47,7 @@ class Measurement:
         """One object of `sparselens evaluate --json`. A dense model has density 1."""
         row: EvaluationRow = {
             "name": name, "kind": kind, "loss": self.loss, "sequences": len(self.losses),
-            "loss_standard_error": _standard_error(self.losses),
+            "loss_standard_error": self.error,
             "kl_to_base": None if self.kl is None else self.kl.mean().item(),
             "top1_agreement": None if self.agreement is None else self.agreement.mean().item(),
             "agreement_standard_error": _standard_error(self.agreement),
