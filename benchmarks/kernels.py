@@ -143,7 +143,8 @@ def train_step(batch: int = 32, tokens: int = 1024, steps: int = 15) -> dict[str
 
         def step(seed: int, gated: bool = name == "sparse", model: Any = model, optimizer: Any = optimizer) -> None:
             with torch.autocast("cuda", torch.bfloat16):
-                options = {"output_attentions": True, "gate_sample": True, "gate_seed": seed} if gated else {}
+                drawn = {"gate_sample": True, "gate_seed": seed}
+                options = {"output_attentions": True, "gate_output": "edges", **drawn} if gated else {}
                 output = model(input_ids=ids, labels=ids, use_cache=False, **options)
                 loss = output.loss
                 if gated:

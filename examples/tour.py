@@ -82,7 +82,8 @@ def about_gates(mo):
 def gates(answer, batches, dense_folder, sl):
     gated, _ = sl.load(dense_folder, gate=sl.Gate(bias=0.0))
     _inputs = batches.heldout(0, 100)["input_ids"]
-    _edges = gated(_inputs, output_attentions=True).attentions  # per layer [batch, n_heads, (open, possible)]
+    # per layer [batch, n_heads, (open, possible)]
+    _edges = gated(_inputs, output_attentions=True, gate_output="edges").attentions
     open_at_first = sum(layer[..., 0].sum().item() for layer in _edges) / len(_inputs)
     print(f"untrained gates: {open_at_first:.0f} of 1,056 edges open; 36+28 = {answer(gated, 36, 28)}")
     return (open_at_first,)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import transformers
 from pairs import QUIET, chosen, random_prompts, words_task
 from tiny_models import CONFIGS, tiny_model, tiny_tokenizer
 from tracing_setup import biased_model
@@ -14,7 +15,7 @@ from tracing_setup import biased_model
 from sparselens.circuits.attention_edges import AttentionEdges
 from sparselens.circuits.circuit import Circuit
 from sparselens.circuits.compare import compare, table
-from sparselens.circuits.discover import answered, discover
+from sparselens.circuits.discover import answered, discover, prepare
 from sparselens.circuits.rows import MultiplierRow, Reading, Results
 from sparselens.circuits.run import Patcher, run_nodes
 from sparselens.circuits.scores import (
@@ -34,6 +35,7 @@ from sparselens.models.architectures import Dimensions, mlp_width
 from sparselens.models.decoder import Decoder
 from sparselens.models.loading import add_gates, save
 from sparselens.tasks import Pair, Task
+from sparselens.tasks.prompts import build
 from sparselens.training.dry_run import PeakMemory
 
 
@@ -408,6 +410,32 @@ def test_a_task_the_model_cannot_do_is_refused():
     )
     with pytest.raises(ValueError, match=r"right on only|does not do this task"):
         discover(model, tiny_tokenizer(), same, prompts=8, **QUIET)
+
+
+def test_a_model_right_on_fewer_than_half_of_the_prompts_is_warned_about():
+    """Between a quarter, where it is refused, and a half."""
+    model, said = tiny_model("gpt2"), []
+    prompts = build(words_task(200), tiny_tokenizer(), 200, **QUIET)
+    right = answered(model, prompts)
+    good, bad = (prompts.take(some).pairs for some in (right, ~right))
+    for n_right, warned in ((16, True), (22, False)):
+        pairs = (*good[:n_right], *bad[: 40 - n_right])
+        assert len(pairs) == 40
+        prepare([model], tiny_tokenizer(), Task("half", None, "logit", pairs),
+                Search(prompts=20, readings=("components",)), said.append)  # fmt: skip
+        lines = [line for line in said if "fewer than half" in line]
+        assert bool(lines) == warned and all(f"{n_right} of 40" in line for line in lines)
+        said.clear()
+
+
+def test_an_unsupported_family_is_refused_before_any_prompt():
+    config = transformers.OPTConfig(
+        vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=4, word_embed_proj_dim=32
+    )
+    said: list[str] = []
+    with pytest.raises(ValueError, match=r"'opt'.*[Ss]upported: gemma2, .*qwen3") as refused:
+        discover(transformers.OPTForCausalLM(config), tiny_tokenizer(), words_task(), say=said.append)
+    assert not said and "gates into" not in str(refused.value)
 
 
 def test_bfloat16_is_refused():

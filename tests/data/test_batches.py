@@ -348,3 +348,27 @@ def test_tokenizers_of_the_same_words_have_their_own_cache(tmp_path):
 def test_a_trial_of_few_tokens_holds_something_out(tmp_path):
     found = batches(write(tmp_path, "txt", documents(400)), tmp_path, need=64, heldout_tokens=1 << 18)
     assert found.n_heldout and found.train(0, 4)["input_ids"].shape == (4, 16)
+
+
+@pytest.mark.parametrize("separated", [True, False])
+def test_a_short_trial_on_long_text_holds_out_what_was_asked_for(tmp_path, separated, monkeypatch):
+    """Whole documents where there are enough, then text that follows what is trained on, which stays as it was."""
+    monkeypatch.setattr(documents_module, "PIECE", 200)
+    path = tmp_path / "text.txt"
+    path.write_text(("\n<|endoftext|>\n" if separated else "\n").join(documents(600)))
+    trial = batches(str(path), tmp_path, need=64, heldout_tokens=800)
+    assert trial.n_heldout == 50 and trial.heldout_note() is None
+    before = batches(str(path), tmp_path, need=64, heldout_tokens=800, read_on=False)
+    n = len(before._train)
+    assert before.n_heldout < 10 and torch.equal(trial.train(0, n)["input_ids"], before.train(0, n)["input_ids"])
+    same = before.n_heldout
+    assert torch.equal(trial.heldout(0, same)["input_ids"], before.heldout(0, same)["input_ids"])
+    starts = {(shard.tobytes(), first) for shard, first in trial._train}
+    assert not starts & {(shard.tobytes(), first) for shard, first in trial._heldout}
+
+
+def test_less_held_out_text_than_asked_for_is_said(tmp_path):
+    few = batches(write(tmp_path, "txt"), tmp_path, heldout_tokens=4000)
+    note = few.heldout_note()
+    assert note and f"{few.n_heldout * 16:,} tokens" in note and "4,000" in note and "--heldout" in note
+    assert "later" not in few.describe()["tokens"], "as runs of before said it"

@@ -55,7 +55,7 @@ def test_wide_open_gates_equal_the_untouched_model(family, layout):
     dense, sparse, inputs = tiny_model(family), gated(family, WIDE_OPEN), layouts()[layout]
     with torch.no_grad():
         expected = dense(tokens(), use_cache=False, **inputs).logits
-        output = sparse(tokens(), use_cache=False, output_attentions=True, **inputs)
+        output = sparse(tokens(), use_cache=False, output_attentions=True, gate_output="edges", **inputs)
     real = inputs.get("attention_mask", torch.ones(3, 17)).bool()
     assert (expected - output.logits)[real].abs().max() < 1e-5
     edges, pairs = torch.stack(output.attentions).unbind(-1)
@@ -102,7 +102,8 @@ def test_gradient_checkpointing_changes_nothing(family):
                 module.p = 0.0
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        output = model(tokens(), use_cache=False, output_attentions=True, gate_sample=True, gate_seed=3)
+        options = {"output_attentions": True, "gate_output": "edges", "gate_sample": True, "gate_seed": 3}
+        output = model(tokens(), use_cache=False, **options)
         (output.logits.square().mean() + torch.stack(output.attentions)[..., 0].mean()).backward()
         results.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert results[0].keys() == results[1].keys()
@@ -118,7 +119,7 @@ def test_save_and_load_keep_the_gates(family, tmp_path):
     loaded, tokenizer = sl.load(tmp_path / "model")
     assert is_gated(loaded) and len(tokenizer) == VOCABULARY
     with torch.no_grad():
-        a, b = (m(tokens(), use_cache=False, output_attentions=True) for m in (model, loaded))
+        a, b = (m(tokens(), use_cache=False, output_attentions=True, gate_output="edges") for m in (model, loaded))
     assert torch.equal(a.logits, b.logits)
     assert torch.equal(torch.stack(a.attentions), torch.stack(b.attentions))
     assert torch.stack(a.attentions)[..., 0].sum() < torch.stack(a.attentions)[..., 1].sum(), "some gates are closed"
@@ -145,6 +146,40 @@ def test_from_pretrained_beside_sparselens_fails_at_the_first_forward(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match="has no gates"):
         model(tokens())
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_sparse_model_switched_to_dense_attention_stops(family, implementation):
+    """set_attn_implementation, or the config behind it: nothing runs and nothing is saved until it is switched back."""
+    model = gated(family)
+    expected = model(tokens()).logits
+    model.set_attn_implementation(implementation)
+    for use in (lambda: model(tokens()), lambda: copy.deepcopy(model)(tokens()), lambda: is_gated(model)):
+        with pytest.raises(ValueError, match=f"attn_implementation='{implementation}'.*set_attn_implementation"):
+            use()
+    model.set_attn_implementation("sparselens")
+    assert torch.equal(model(tokens()).logits, expected)
+    model.config._attn_implementation = implementation
+    with pytest.raises(ValueError, match="would open every gate"):
+        model.generate(tokens(), max_new_tokens=2)
+
+
+def test_a_dense_attention_asked_of_from_pretrained_leaves_a_model_that_sparselens_refuses(tmp_path):
+    """transformers obeys attn_implementation="eager" before anything of ours runs: README says no more than this."""
+    sl.save(gated("llama"), tiny_tokenizer(), tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
+    model(tokens())  # dense
+    for use in (
+        lambda: is_gated(model), lambda: sl.save(model, None, tmp_path / "again"),
+        lambda: sl.discover(model, tiny_tokenizer(), say=lambda text: None),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"has lost its gates.*sparselens\.load"):
+            use()
+    model.save_pretrained(tmp_path / "again")
+    tiny_tokenizer().save_pretrained(tmp_path / "again")
+    with pytest.raises(ValueError, match="lacks its gates"):
+        sl.load(tmp_path / "again")
 
 
 def test_save_pretrained_alone_also_marks_the_folder(tmp_path):
@@ -345,10 +380,37 @@ def test_document_mask_is_linear_in_memory():
     assert mask is not None and mask.shape == (1, 4096)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attentions_are_patterns_as_everywhere_in_transformers(family):
+    """Wide open they are the dense model's own, padding included; in generate() and under PEFT, too."""
+    dense, sparse, inputs = tiny_model(family), gated(family, WIDE_OPEN), layouts()["right padding"]
+    dense.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = dense(tokens(), output_attentions=True, **inputs).attentions
+        found = sparse(tokens(), output_attentions=True, **inputs).attentions
+        assert sparse(tokens()).attentions is None
+    assert len(found) == len(expected)
+    real = inputs["attention_mask"].bool()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.shape == theirs.shape == (3, sparse.config.num_attention_heads, 17, 17)
+        assert (ours - theirs).transpose(1, 2)[real].abs().max() < 1e-5
+    options = {"do_sample": False, "output_attentions": True, "return_dict_in_generate": True}
+    steps = [m.generate(tokens(2, 5), max_new_tokens=2, **options).attentions for m in (dense, sparse)]
+    shapes = [[[layer.shape for layer in step] for step in each] for each in steps]
+    assert shapes[0] == shapes[1]
+
+
+def test_attentions_under_peft_are_patterns_and_counts_on_request():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(gated("llama"), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    assert model(tokens(), output_attentions=True).attentions[0].shape[2:] == (17, 17)
+    assert model(tokens(), output_attentions=True, gate_output="edges").attentions[0].shape[2:] == (2,)
+
+
 def test_pattern_and_margin_come_back_on_request():
     model = gated("gpt2")
     with torch.no_grad():
-        edges = model(tokens(), use_cache=False, output_attentions=True).attentions
+        edges = model(tokens(), use_cache=False, output_attentions=True, gate_output="edges").attentions
         pattern = model(tokens(), use_cache=False, output_attentions=True, gate_output="pattern").attentions
         margin = model(tokens(), use_cache=False, output_attentions=True, gate_output="margin").attentions
     for count, weights, distance in zip(edges, pattern, margin, strict=True):

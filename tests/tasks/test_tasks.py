@@ -11,7 +11,7 @@ from sparselens import tasks
 from sparselens.data.batches import separator_id
 from sparselens.tasks import Pair, Task, register_task
 from sparselens.tasks.prompts import Prompts, Read, Rejected, build, collate, tokenize
-from sparselens.tasks.registry import Words
+from sparselens.tasks.registry import Words, piece
 
 
 def character_tokenizer(
@@ -304,7 +304,7 @@ def test_registry_takes_a_new_task_and_names_the_known_ones():
     prompts = build(tasks.find("letters"), character_tokenizer(), 100, say=said.append)  # there are eight
     assert len(prompts) == len({pair.clean for pair in prompts.pairs}) == 8 and "8 pairs kept" in said[-1]
     said.clear()
-    fixed = Task("fixed", None, "logit", tuple(Pair(f"say {a}", "say z", a, "z") for a in "abcdef"))
+    fixed = Task("fixed", None, "logit", tuple(Pair(f"say {a}-", "say z-", a, "z") for a in "abcdef"))
     for n in (5, 6, 9):
         assert len(build(fixed, character_tokenizer(), n, say=said.append)) == min(n, 6) and not said
     numbers = iter(range(10**6))
@@ -318,6 +318,40 @@ def test_registry_takes_a_new_task_and_names_the_known_ones():
     assert len(build(made, character_tokenizer(), 3, say=said.append)) == 3 and not said
     with pytest.raises(ValueError, match=r"unknown task 'ioy': expected one of .*ioi"):
         tasks.find("ioy")
+
+
+def test_answers_without_their_space_are_told_with_both_tokens(tokenizer):
+    def said_of(*built: Task) -> list[str]:
+        said: list[str] = []
+        for task in built:
+            build(task, tokenizer, 12, say=said.append)
+        return [line for line in said if "leading space" in line]
+
+    def animals(space: str, end: str = "") -> Task:
+        both = [("cat", "dog", "mat", "rug"), ("dog", "cat", "rug", "mat")]
+        pairs = (Pair(f"The {a} sat on a{end}", f"The {b} sat on a{end}", space + c, space + d) for a, b, c, d in both)
+        return Task("mine", None, "logit", tuple(pairs))
+
+    words = Words(tokenizer)
+    ids = words.encode("The cat sat on a")
+    tokens = [
+        [piece(tokenizer, words.after("The cat sat on a", ids, s + a)[0]) for s in ("", " ")] for a in ("mat", "rug")
+    ]
+    warnings = said_of(animals(""))
+    if all(glued == apart for glued, apart in tokens):  # Llama's: a word on its own begins with its space
+        assert not warnings
+    else:
+        (warning,) = warnings
+        assert any(repr(glued) in warning and repr(apart) in warning for glued, apart in tokens)
+        assert "2 of 2 pairs" in warning
+    others = (tasks.find(name) for name in tasks.names() if name != "addition")
+    assert not said_of(animals(" "), animals("", ' "'), *others), "right as they are"
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps({"clean": "a b", "corrupted": "a c", "answer": " d", "wrong": " e"}), "utf-8-sig")
+    assert tasks.find(path).pairs[0].clean == "a b"
 
 
 def test_jsonl(tmp_path):

@@ -13,6 +13,7 @@ from sparselens.training.controllers import Budget
 from sparselens.training.engine import discard
 from sparselens.training.loop import Stage, loss_and_density, seed_of, smaller, steering_loss, warn_if_parting
 from sparselens.training.measure import Measurement, measure, token_kl, token_losses
+from sparselens.training.sparsify import loss_table
 
 
 class Patchy:
@@ -219,3 +220,12 @@ def test_the_loss_that_steers_is_paired_with_the_base():
     assert steering_loss(stage, values[:2], reference, 1) == pytest.approx((4.25, 0.25))
     assert steering_loss(stage, values[:1], reference, 1) == (4.0, 0.0)
     assert steering_loss(stage, reference + 1, reference, 0) == (5.0, 0.0), "all of them: no sampling error"
+
+
+def test_every_loss_in_the_terminal_has_its_n_and_spread():
+    row = {"kl_to_base": 0.1, "edges_per_query": None, "density": 1.0, "loss": 2.5, "loss_standard_error": 0.25}
+    rows = [row | {"kind": "base", "sequences": 3}, row | {"kind": "sparse", "sequences": 3}]
+    text = loss_table(rows)
+    assert text.count("2.5000 ± 0.2500") == 2 and "n = 3 held-out sequences" in text
+    alone = loss_table([row | {"kind": "base", "sequences": 1, "loss_standard_error": None}])
+    assert "2.5000 ± ?" in alone and "n = 1 held-out" in alone

@@ -91,7 +91,7 @@ def test_counting_leaves_nothing_fake_behind():
     count_step(config, settings, length=16, sequences=2, gpu=False, cache=True)
     model = shallow_trainable(config, settings, 2, gated=True)
     ids = torch.randint(0, VOCABULARY, (2, 16))
-    record = model(input_ids=ids, output_attentions=True, use_cache=False).attentions[0]
+    record = model(input_ids=ids, output_attentions=True, use_cache=False, gate_output="edges").attentions[0]
     assert type(record) is torch.Tensor and record[..., 1].eq(16 * 17 / 2).all()
 
 
@@ -211,7 +211,7 @@ def test_models_that_cannot_be_planned_for(folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     for name, changed, words in (
         ("sparse", config | {"sparselens": {"version": 1, "normalise": "all"}}, "already sparse"),
-        ("unknown", copy.deepcopy(config) | {"model_type": "opt"}, "cannot put gates into a 'opt'"),
+        ("unknown", copy.deepcopy(config) | {"model_type": "opt"}, "a 'opt' model cannot be gated"),
         ("flat", CONFIGS["gpt2"]().to_dict() | {"n_inner": 0, "n_positions": 512}, "cannot compute anything"),
     ):
         (tmp_path / name).mkdir()

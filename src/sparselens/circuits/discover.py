@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import tasks
 from ..config import Search
-from ..models.architectures import base_model, dimensions, mlp_width
+from ..models.architectures import architecture, base_model, dimensions, mlp_width
 from ..models.decoder import Decoder
 from ..models.loading import Source, is_gated, name_of, resolve
 from ..runs import distributed
@@ -140,6 +140,8 @@ def prepare(
     models: list[nn.Module], tokenizer: PreTrainedTokenizerBase, task: tasks.Task, settings: Search, say: Say
 ) -> Chosen:
     """Checked pairs that all the models get right. What cannot be done is refused here, before any work."""
+    for model in models:
+        architecture(base_model(model).config)
     components, edges = "components" in settings.readings, set(settings.readings) != {"components"}
     for model in models if components and settings.method == "exact" else ():
         check_exact(Decoder(model).components.n_edges)
@@ -191,6 +193,9 @@ def _right(models: list[nn.Module], prompts: Prompts, name: str, say: Say) -> Pr
             "do the task"
         )
     say(f"{name}: right on {n_right} of {len(prompts)} prompts; the others are left out")
+    if n_right < len(prompts) / 2:
+        few = f"warning: {name} is done rightly on {n_right} of {len(prompts)} prompts, fewer than half"
+        say(f"{few}; the circuit describes those few, and some may be right by chance")
     return prompts.take(right)
 
 

@@ -36,7 +36,7 @@ LANES = 16  # files read side by side
 ROOM = 40  # sequences read at least, so that a tenth of them is some
 
 Tokens = np.ndarray[Any, Any]  # flat
-Part = Literal["train", "heldout"]
+Part = Literal["train", "heldout", "later"]  # later: behind the last text to train on
 Source = list[Any]  # [file, size, time of the last change], or [name of a dataset]
 
 
@@ -45,7 +45,8 @@ class Index(TypedDict):
 
     train: list[str]  # files of tokens
     heldout: list[str]
-    tokens: dict[str, int]  # in all files of either part
+    later: NotRequired[list[str]]
+    tokens: dict[str, int]  # in all files of each part
     pieces: int  # done so far
     documents: int
     part: NotRequired[Part]  # where the last document goes
@@ -90,8 +91,9 @@ class TokenCache:
         """The tokens, not read yet. ValueError where a file is cut off, missing or not what was written."""
         try:
             with reading(self.folder / "index.json"):
-                found = [np.load(self.folder / name, mmap_mode="r", allow_pickle=False) for name in self.index[part]]
-                if sum(len(shard) for shard in found) != self.index["tokens"][part]:
+                names = self.index.get(part, [])
+                found = [np.load(self.folder / name, mmap_mode="r", allow_pickle=False) for name in names]
+                if sum(len(shard) for shard in found) != self.index["tokens"].get(part, 0):
                     raise ValueError("tokens are missing")
         except (OSError, ValueError) as error:
             raise _damaged(self.folder, error) from error
@@ -100,10 +102,11 @@ class TokenCache:
     @classmethod
     def build(
         cls, patterns: list[str], tokenizer: PreTrainedTokenizerBase, cache: Path, *, need: int, heldout: int,
-        field: str = "text", progress: bool = True,
+        field: str = "text", progress: bool = True, read_on: bool = True,
     ) -> "TokenCache":  # fmt: skip
-        """Tokenise until there are `need` training and `heldout` held-out tokens, or the text ends."""
-        key, sources = _fingerprint(patterns, tokenizer, need, heldout, field)
+        """Tokenise until there are `need` training and (read_on) `heldout` other tokens, or the text ends."""
+        read_on = read_on and heldout > 0
+        key, sources = _fingerprint(patterns, tokenizer, need, heldout, field, read_on)
         folder = cache / key
         index_path = folder / "index.json"
         index: Index = {
@@ -119,7 +122,7 @@ class TokenCache:
                 if index_path.is_file():
                     index = _read_index(folder)
                 if not index["complete"]:
-                    _tokenise(patterns, tokenizer, folder, index, need, heldout, field, progress)
+                    _tokenise(patterns, tokenizer, folder, index, need, heldout, field, progress, read_on)
             finally:
                 give_back(lock)
                 with suppress(OSError):  # text that was refused leaves nothing
@@ -144,7 +147,7 @@ def _damaged(folder: Path, why: object) -> ValueError:
 
 
 def _fingerprint(
-    patterns: list[str], tokenizer: PreTrainedTokenizerBase, need: int, heldout: int, field: str
+    patterns: list[str], tokenizer: PreTrainedTokenizerBase, need: int, heldout: int, field: str, read_on: bool
 ) -> tuple[str, list[Source]]:
     """A name for the cache that changes whenever the tokens would, and what went into it."""
     sources: list[Source] = []
@@ -158,7 +161,7 @@ def _fingerprint(
     parts = {} if backend is None else json.loads(backend.to_str())
     rules = {key: parts.get(key) for key in ("normalizer", "pre_tokenizer", "model")}
     words = json.dumps([sorted(tokenizer.get_vocab().items()), separator_id(tokenizer), rules])
-    order = [PIECE, SHARD, LANES, HELDOUT_EVERY]
+    order = [PIECE, SHARD, LANES, HELDOUT_EVERY, *(["read on"] if read_on else [])]
     text = json.dumps([sources, hashlib.sha256(words.encode()).hexdigest(), need, heldout, field, order])
     return hashlib.sha256(text.encode()).hexdigest()[:16], sources
 
@@ -237,22 +240,23 @@ def _is_heldout(document: int) -> bool:
 
 def _tokenise(
     patterns: list[str], tokenizer: PreTrainedTokenizerBase, folder: Path, index: Index, need: int, heldout: int,
-    field: str, progress: bool,
+    field: str, progress: bool, read_on: bool,
 ) -> None:  # fmt: skip
     from tqdm import tqdm
 
     dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
     separator, done = index["separator"], index["pieces"]
-    buffers: dict[Part, list[Tokens]] = {"train": [], "heldout": []}
-    part, document = index.get("part", "train"), index["documents"]
+    buffers: dict[Part, list[Tokens]] = {"train": [], "heldout": [], "later": []}
+    part, document, counts = index.get("part", "train"), index["documents"], index["tokens"]
 
     def flush() -> None:
         for name, buffer in buffers.items():
             if buffer:
-                file, content = f"{name}-{len(index[name]):05d}.npy", io.BytesIO()
+                files = index.setdefault(name, [])
+                file, content = f"{name}-{len(files):05d}.npy", io.BytesIO()
                 np.save(content, np.concatenate(buffer), allow_pickle=False)
                 write_bytes(folder / file, content.getvalue())
-                index[name].append(file)
+                files.append(file)
                 buffer.clear()
         write_json(folder / "index.json", index)
 
@@ -261,20 +265,21 @@ def _tokenise(
     with bar:
         pieces = itertools.islice(_documents(index["sources"], field), done, None)
         for number, (ids, fresh) in enumerate(_encoded(pieces, tokenizer), done):
-            if index["tokens"]["train"] >= need:
+            enough = counts["train"] >= need
+            if enough and (not read_on or counts["heldout"] + counts.get("later", 0) >= heldout):
                 break
             if fresh:
                 document += 1
-                wanted = index["tokens"]["heldout"] < heldout
-                part = "heldout" if wanted and _is_heldout(document) else "train"
+                part = "heldout" if counts["heldout"] < heldout and _is_heldout(document) else "train"
+            to: Part = "later" if enough and part == "train" else part
             tokens = np.asarray([separator, *ids] if fresh else ids, dtype=dtype)
-            buffers[part].append(tokens)
-            index["tokens"][part] += len(tokens)
-            bar.update(len(tokens) if part == "train" else 0)
+            buffers[to].append(tokens)
+            counts[to] = counts.get(to, 0) + len(tokens)
+            bar.update(len(tokens) if to == "train" else 0)
             index |= {"pieces": number + 1, "documents": document, "part": part}
-            if sum(map(len, buffers["train"])) + sum(map(len, buffers["heldout"])) >= SHARD:
+            if sum(sum(map(len, buffer)) for buffer in buffers.values()) >= SHARD:
                 flush()
-    if index["tokens"]["train"] + index["tokens"]["heldout"] == 0:
+    if sum(counts.values()) == 0:
         raise ValueError(f"no text found in {', '.join(patterns)}: every document is empty")
     changed = [name for name, *stamp in index["sources"] if stamp and _stamp(Path(name)) != stamp]
     if changed:  # the cache has tokens of neither the old nor the new text
@@ -290,9 +295,11 @@ class TextBatches:
     def __init__(
         self, patterns: list[str], tokenizer: PreTrainedTokenizerBase, length: int, *, cache: Path, need: int,
         heldout_patterns: list[str] | None = None, heldout_tokens: int = 1 << 18, field: str = "text", seed: int = 0,
-        progress: bool = True,
+        progress: bool = True, read_on: bool = True,
     ):  # fmt: skip
+        """read_on: behind the text to train on, where what is held out of that falls short of `heldout_tokens`."""
         self.length, self.seed, self.vocabulary = length, seed, len(tokenizer)
+        self._asked = max(1, heldout_tokens // length)  # held-out sequences
         self._orders: dict[int, Tokens] = {}  # epoch -> order of its sequences
         for pattern in (*patterns, *(heldout_patterns or ())):
             if is_local(pattern):
@@ -303,7 +310,9 @@ class TextBatches:
         if not heldout_patterns:
             need = max(need, ROOM * length)  # a trial of two steps also holds something out
         options = {"field": field, "progress": progress}
-        self.cache = TokenCache.build(patterns, tokenizer, cache, need=need, heldout=take, **options)  # type: ignore
+        self.cache = TokenCache.build(
+            patterns, tokenizer, cache, need=need, heldout=take, read_on=read_on, **options  # type: ignore[arg-type]
+        )  # fmt: skip
         self.separator = self.cache.index["separator"]
         self.half_start_bare = tokenizer("a")["input_ids"][:1] != [self.separator]
         self._train = self._rows(self.cache.shards("train"))
@@ -320,11 +329,23 @@ class TextBatches:
                 # Too few documents to set whole ones aside: the last tenth of the sequences is held out instead.
                 cut = len(self._train) - len(self._train) // 10
                 self._train, self._heldout = self._train[:cut], self._train[cut:]
+            missing = max(0, self._asked - len(self._heldout))
+            self._heldout += self._rows(self.cache.shards("later"))[:missing]
         if not self._train:
             raise ValueError(f"the text is shorter than one sequence of {length} tokens; lower --length or add text")
         if not self._heldout:
             raise ValueError("the text is too short to hold any of it out; give other text with --heldout")
         self.n_heldout = len(self._heldout)
+
+    def heldout_note(self) -> str | None:
+        """Where less text is held out than was asked for: how much it is."""
+        if self.n_heldout >= self._asked:
+            return None
+        asked = f"instead of the {self._asked * self.length:,} asked for (--heldout-tokens)"
+        return (
+            f"held-out text: {self.n_heldout * self.length:,} tokens {asked}, as there is no more of it; "
+            "give more text, or some with --heldout"
+        )
 
     def _rows(self, shards: list[Tokens]) -> list[tuple[Tokens, int]]:
         """(shard, first token) of every sequence: they follow one another."""

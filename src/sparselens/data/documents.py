@@ -58,9 +58,9 @@ def read_documents(path: Path, field: str = "text") -> Iterator[tuple[str, bool]
         with _open(path) as file:
             kind = _format(path)
             if kind == ".txt":
-                yield from _documents_of_lines(io.TextIOWrapper(file, encoding="utf-8"))
+                yield from _documents_of_lines(io.TextIOWrapper(file, encoding="utf-8-sig"))
             elif kind == ".jsonl":
-                for number, line in enumerate(io.TextIOWrapper(file, encoding="utf-8"), 1):
+                for number, line in enumerate(io.TextIOWrapper(file, encoding="utf-8-sig"), 1):
                     if line.strip():
                         yield _field(_json(line, f"{path}, line {number}"), field, f"{path}, line {number}"), True
             else:

@@ -23,7 +23,7 @@ from ..reporting.figures.flow import Flow, draw_flow
 from ..runs.run import Run, reading
 from ..serving.publish import report
 from ..training.loop import Stage, train
-from ..training.sparsify import sparsify_into
+from ..training.sparsify import sparsify_into, with_error
 from ..transcoders.transcode import transcode
 from ..transcoders.transcoder import Transcoder
 from .addition import ANSWER, CHARACTERS, EXAMPLE, POSITIONS, AdditionBatches, answer, encode, make_model
@@ -225,10 +225,10 @@ def flow_of(model: Any, a: int, b: int) -> Flow:
 
 def _tell(run: Run, say: Callable[[str], None]) -> None:
     rows, summary = run.read("evaluation.json"), run.read("summary.json")
-    say(f"{'':10}{'exact sums':>12}{'loss':>10}{'open edges':>16}")
+    say(f"{'':10}{'exact sums':>12}{'loss':>20}{'open edges':>16}   (n = {rows[0]['sequences']:,} held-out sums)")
     for row in rows:
         edges = row["density"] * summary["edges_total"]
-        say(f"{row['kind']:10}{row['exact']:12.2%}{row['loss']:10.5f}{edges:10.1f} /{summary['edges_total']:5}")
+        say(f"{row['kind']:10}{row['exact']:12.2%}{with_error(row, 5):>20}{edges:10.1f} /{summary['edges_total']:5}")
     layers = ", ".join(f"layer {i}: {n:.1f}" for i, n in enumerate(summary["edges_per_layer"]))
     say(f"\nopen edges by layer: {layers}")
     for kind, found in (summary.get("multiplier") or {}).items():

@@ -52,7 +52,7 @@ def read_prompts(path: Path | None = None) -> list[str]:
     if path is not None and not path.is_file():
         raise ValueError(f"no such file of prompts: {path}")
     try:
-        text = (path or files(__package__) / "ordinary_prompts.txt").read_text(encoding="utf-8")
+        text = (path or files(__package__) / "ordinary_prompts.txt").read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv") from None
     prompts = [line.rstrip() for line in text.split("\n") if line.strip()]  # a space at the end would be a token

@@ -1,6 +1,7 @@
 """`sparselens evaluate`: a Run's base, control and sparse model, or models by name, side by side."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,9 +194,14 @@ def _text(run: Run, tokenizer: PreTrainedTokenizerBase, asked: Asked) -> TextBat
     if asked.data:
         return _other_text(tokenizer, asked, length, cache=cache, field=field, seed=0)
     need = config["training"]["steps"] * config["training"]["batch"] * length
-    batches = TextBatches(text["patterns"], tokenizer, length, need=need, heldout_patterns=list(text["heldout"]),
-                          heldout_tokens=text["heldout_tokens"], cache=cache, field=field, seed=0)  # fmt: skip
-    was, tokens = config["data"], batches.cache.index["tokens"]
+    make = functools.partial(
+        TextBatches, text["patterns"], tokenizer, length, need=need, heldout_patterns=list(text["heldout"]),
+        heldout_tokens=text["heldout_tokens"], cache=cache, field=field, seed=0,
+    )  # fmt: skip
+    was, batches = config["data"], make()
+    if "later" in batches.cache.index["tokens"] and "later" not in was["tokens"]:  # a Run of version 0.1.0
+        batches = make(read_on=False)
+    tokens = batches.cache.index["tokens"]
     # Names and times may differ on another machine, sizes may not.
     if was["tokens"] != tokens or _sizes(was["sources"]) != _sizes(batches.sources):
         raise ValueError(

@@ -110,8 +110,8 @@ def architecture(config: Any) -> Architecture:
         return ARCHITECTURES[config.model_type]
     except KeyError:
         raise ValueError(
-            f"cannot put gates into a {config.model_type!r} model. Supported: {', '.join(sorted(ARCHITECTURES))}. "
-            "Others may be added with register_architecture() (docs/extending.md)."
+            f"a {config.model_type!r} model cannot be gated or taken apart here. Supported: "
+            f"{', '.join(sorted(ARCHITECTURES))}. Others may be added with register_architecture() (docs/extending.md)."
         ) from None
 
 

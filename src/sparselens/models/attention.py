@@ -4,9 +4,9 @@ Registered under the name "sparselens". Keyword arguments of `model(...)` that r
     gate_sample   draw the gates (training) instead of opening them where G > 0
     gate_seed     seed of the draw; layer, batch, head, query and key are mixed in. (seed, n): draw as the sequences of
                   a larger batch would, from its n-th on
-    gate_output   what comes back in `outputs.attentions[layer]` with output_attentions=True:
-                  "edges" [batch, n_heads, 2]: open edges and allowed pairs (default); "pattern" and "margin"
-                  [batch, n_heads, queries, keys]: gate * softmax, and G = S + b
+    gate_output   what comes back in `outputs.attentions[layer]` with output_attentions=True: "pattern" (default) and
+                  "margin" [batch, n_heads, queries, keys]: gate * softmax, and G = S + b; "edges" [batch, n_heads, 2]:
+                  open edges and allowed pairs, in linear memory
 """
 
 import functools
@@ -65,6 +65,27 @@ def gated_attention_forward(
     else:
         raise ValueError(f"gate_output={gate_output!r}: expected 'edges', 'pattern' or 'margin'")
     return out.transpose(1, 2), attentions
+
+
+def refuse_other_attention(module: nn.Module, *_: Any) -> None:
+    """Before every forward of an attention with gates: ValueError where transformers was told to run another one.
+
+    `set_attn_implementation("sdpa")` leaves gates and config in place and would compute a dense model.
+    """
+    used = module.config._attn_implementation  # type: ignore[union-attr]
+    if used != NAME and getattr(module.config, "sparselens", None) is not None:
+        raise ValueError(
+            f"this sparse model was switched to attn_implementation={used!r}, which would open every gate; "
+            f"switch it back with set_attn_implementation({NAME!r})"
+        )
+
+
+def give_patterns(decoder: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Before every forward of a decoder with gates: whoever asks for attentions and not what kind gets patterns.
+
+    Here and not in the attention, which is not told whether anybody asked: without, a pattern would cost for nothing.
+    """
+    return (args, {"gate_output": "pattern"} | options) if options.get("output_attentions") else None
 
 
 def bounded(out: Tensor, value: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
-"""Gates inside unmodified Hugging Face decoders, and load/save that can never silently give a dense model.
+"""Gates inside unmodified Hugging Face decoders; `load` and `save` never give a dense model for a sparse one.
 
 The gated attention (attention.py) is registered with transformers under the name "sparselens". A model is
 gated when (1) its config says `attn_implementation: sparselens` and (2) every attention module has a parameter
 `gate_bias` of shape [n_heads]. Both are saved: the first in config.json, where a transformers that has not imported
-sparselens stops with "attn_implementation=sparselens is not supported"; the second beside the other weights.
+sparselens stops with "attn_implementation=sparselens is not supported"; the second beside the other weights. A caller
+who overrides the first (`from_pretrained(..., attn_implementation="eager")`) gets a dense model from transformers,
+which asks nobody; everything here refuses it. Switched later, a model with gates stops at its next forward pass.
 """
 
 import json
@@ -27,7 +29,7 @@ from ..config import Gate
 from ..runs import distributed
 from ..runs.run import Run, read_json, reading, whole_folder
 from .architectures import architecture, attention_modules, base_model, dimensions
-from .attention import NAME
+from .attention import NAME, give_patterns, refuse_other_attention
 
 INDEX = "model.safetensors.index.json"  # which file has which weight, where there are several
 SAFE: Any = {"trust_remote_code": False}  # said aloud: left open, transformers asks the user to run a stranger's code
@@ -54,6 +56,9 @@ def add_gates(model: PreTrainedModel, gate: Gate) -> PreTrainedModel:
             module.attention_dropout = 0.0
         if isinstance(getattr(module, "attn_dropout", None), nn.Dropout):
             module.attn_dropout.p = 0.0
+        module.register_forward_pre_hook(refuse_other_attention)
+    # The decoder inside: PEFT calls the model's own forward without its hooks.
+    model.base_model.register_forward_pre_hook(give_patterns, with_kwargs=True)
     model.config.sparselens = {"version": 1, "normalise": gate.normalise}
     model.set_attn_implementation(NAME)
     # An ordinary attribute, so that every save_pretrained writes it and every from_pretrained trips over it.
@@ -62,7 +67,17 @@ def add_gates(model: PreTrainedModel, gate: Gate) -> PreTrainedModel:
 
 
 def is_gated(model: nn.Module) -> bool:
-    return getattr(model.config, "sparselens", None) is not None
+    """Whether a model is sparse; ValueError where its config says so but nothing would close an edge."""
+    if getattr(model.config, "sparselens", None) is None:
+        return False
+    for module in attention_modules(model):
+        if getattr(module, "gate_bias", None) is None:
+            raise ValueError(
+                "this model's config says that it is sparse, but it has lost its gates, as from_pretrained() with an "
+                "attn_implementation of its own leaves them out; load it with sparselens.load()"
+            )
+        refuse_other_attention(module)
+    return True
 
 
 def gate_biases(model: nn.Module) -> list[nn.Parameter]:
@@ -109,7 +124,9 @@ def resolve(
         # With FSDP2 a model stays whole, on the CPU, until it is split.
         model, own = load(source, device=None if distributed.sharded() else distributed.device())
         return model, tokenizer or own
-    return source if isinstance(source, tuple) else (source, tokenizer)
+    found = source if isinstance(source, tuple) else (source, tokenizer)
+    is_gated(base_model(found[0]))  # or refused
+    return found
 
 
 def name_of(source: Source) -> str:
@@ -286,6 +303,7 @@ def save(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: st
     The folder appears whole or not at all: it is written beside its final place and then renamed.
     """
     folder = Path(folder)
+    is_gated(model)  # or refused
     with whole_folder(folder) as fresh:
         with _quiet():
             if hasattr(model, "peft_config"):

@@ -71,6 +71,7 @@ class ReplacementRow(TypedDict):
     replacement_loss: float
     model_loss: float
     zero_loss: float
+    loss_standard_errors: dict[str, float | None]  # of model, replacement and zero; None for a single sequence
     loss_recovered: float
     replacement_exact: float
     model_exact: float

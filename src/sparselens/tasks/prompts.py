@@ -252,8 +252,28 @@ def build(
         say(f"{task.name}: {len(items)} pairs kept, {dropped.total()} dropped ({reasons})")
     elif len(items) < n and task.generate is not None:
         say(f"{task.name}: {len(items)} different pairs, {n} were asked for")
+    typed = items if task.generate is None else []
+    if glued := [found for item in typed if (found := _without_space(item, words))]:
+        count = f"{len(glued)} of {len(items)} pairs"
+        say(f"warning: {task.name}: answers of {count} have no leading space, first {glued[0]}")
     own, name = (task.metric, task.metric.__name__) if callable(task.metric) else (None, task.metric)
     return replace(collate(items, name), piece=partial(piece, tokenizer), own_score=own)
+
+
+def _without_space(item: Item, words: Words) -> str | None:
+    """Where an answer would be glued to the prompt's last word: what is measured, and what with a space would be."""
+    pair, prompt = item.pair, words.encode(item.pair.clean)
+    end = pair.clean[-1:]
+    answers = (pair.answer,) if isinstance(pair.answer, str) else pair.answer
+    wrongs = (pair.wrong,) if isinstance(pair.wrong, str) else pair.wrong
+    for text in () if pair.filled or not (end.isalnum() or end in ",.:;!?") else (*answers, *wrongs):
+        if not text[:1].isalnum() or (end.isdigit() and text[0].isdigit()):  # the digits of one number
+            continue
+        glued, apart = (words.after(pair.clean, prompt, written)[0] for written in (text, f" {text}"))
+        if glued != apart:
+            measured, meant = (repr(piece(words.tokenizer, token)) for token in (glued, apart))
+            return f"{text!r}: token {measured} is measured; write {' ' + text!r} for token {meant}"
+    return None
 
 
 def _generate(task: Task, rng: random.Random, words: Words) -> Pair:

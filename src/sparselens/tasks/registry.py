@@ -165,7 +165,7 @@ def read_pairs(path: Path) -> Task:
     if not path.is_file():
         raise ValueError(f"no such file: {path}")
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv") from None
     pairs: list[Pair] = []

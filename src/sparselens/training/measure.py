@@ -32,6 +32,11 @@ class Measurement:
         return self.losses.mean().item()
 
     @property
+    def error(self) -> float | None:
+        """Standard error of the loss; a single sequence has none."""
+        return _standard_error(self.losses)
+
+    @property
     def density(self) -> float | None:
         """Open edges over allowed pairs, all heads and layers together."""
         if self.edges is None or self.pairs is None:
@@ -42,7 +47,7 @@ class Measurement:
         """One object of `sparselens evaluate --json`. A dense model has density 1."""
         row: EvaluationRow = {
             "name": name, "kind": kind, "loss": self.loss, "sequences": len(self.losses),
-            "loss_standard_error": _standard_error(self.losses),
+            "loss_standard_error": self.error,
             "kl_to_base": None if self.kl is None else self.kl.mean().item(),
             "top1_agreement": None if self.agreement is None else self.agreement.mean().item(),
             "agreement_standard_error": _standard_error(self.agreement),
@@ -82,7 +87,7 @@ def forward(model: nn.Module, batch: dict[str, Tensor], **options: Any) -> Any:
     """Run the model on a batch: no cache (it would hide packing from transformers), edge counts where it has gates."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     if is_gated(getattr(model, "module", model)):  # seen through DDP
-        options = {"output_attentions": True} | options
+        options = {"output_attentions": True, "gate_output": "edges"} | options
     return model(**inputs, use_cache=False, **options)
 
 

@@ -64,6 +64,7 @@ def sparsify(
         asked["text"] = dataclasses.asdict(text) | {"patterns": patterns, "cache": str(text.cache.absolute())}
     run = Run.create(out, "sparsify", asked, resume)
     say(_announcement(name, base, batches, settings))
+    say_heldout(batches, say)
     try:
         with left_as_it_was(base):
             sparsify_into(run, base, tokenizer, batches, settings, resume=resume, show_progress=show_progress, say=say)
@@ -81,8 +82,15 @@ def _announcement(name: str, model: nn.Module, batches: Batches, settings: Spars
     return (
         f"{name}: {parameters / 1e6:.1f}M parameters, {size.n_layers} layers x {size.n_heads} heads\n"
         f"training {stages}: {training.steps} steps of {training.batch} x {batches.length} tokens "
-        f"({tokens / 1e6:.1f}M); {batches.n_heldout} held-out sequences"
+        f"({tokens / 1e6:.1f}M); {batches.n_heldout} held-out sequences, {steering_count(batches)} to steer by and "
+        f"{report_slice(batches)[1]} to report on"
     )
+
+
+def say_heldout(batches: Batches, say: Callable[[str], None]) -> None:
+    """Where less text is held out than was asked for, that and why."""
+    if isinstance(batches, TextBatches) and (note := batches.heldout_note()):
+        say(note)
 
 
 def sparsify_into(
@@ -128,7 +136,8 @@ def sparsify_into(
     constraint = _constraint(settings, target)
     budget = f"least loss with at most {settings.density:.2%} of the edges" if settings.density else "fewest edges"
     trained = "KL to base" if kl else "cross-entropy"
-    say(f"{budget}, trained on {trained}; target: {_target_of(settings)} at most {target:.4f} nats")
+    measured = f"on {steering} held-out sequences"
+    say(f"{budget}, trained on {trained}; target: {_target_of(settings)} at most {target:.4f} nats {measured}")
     best = train(stage("sparse", sparse, folder=run.path, constraint=constraint), resume)
     plain = distributed.collect(sparse, into=gated_copy(source, settings)) if distributed.sharded() else sparse
     distributed.on_main(lambda: save(plain, tokenizer, run.path / "model"))
@@ -142,7 +151,7 @@ def sparsify_into(
         if settings.control:
             summary["control"] = _summary_row(rows[1])
         run.write("summary.json", {**summary, **_cost(run, training.steps * training.batch * batches.length)})
-    _tell(best, target, settings, rows, say)
+    _tell(best, target, settings, rows, steering, say)
     say(f"sparse model: {run.path / 'model'}   table: {run.path / 'evaluation.json'}")
     return plain
 
@@ -219,7 +228,9 @@ def _summary_row(row: EvaluationRow) -> SummaryRow:
     return {"loss": row["loss"], "kl_to_base": kl, "density": row["density"], "edges_per_query": per_query}
 
 
-def _tell(best: Best, target: float, settings: Sparsify, rows: list[EvaluationRow], say: Callable[[str], None]) -> None:
+def _tell(
+    best: Best, target: float, settings: Sparsify, rows: list[EvaluationRow], steering: int, say: Callable[[str], None]
+) -> None:
     if not best.met:
         budget = settings.density
         over = budget is not None and best.density > budget
@@ -228,7 +239,7 @@ def _tell(best: Best, target: float, settings: Sparsify, rows: list[EvaluationRo
         more = "Close faster (--bias-lr)" if over else "Allow more (--tolerance)"
         say(
             f"The {missed} was not reached: the best state (step {best.step}) has {_target_of(settings)} "
-            f"{best.loss:.4f} at density {best.density:.2%}; it is the one that was kept. {more}, "
+            f"{best.loss:.4f} (n = {steering} steering sequences) at density {best.density:.2%}; it was kept. {more}, "
             f"train longer (--steps), or {advice}."
         )
     say(loss_table(rows))
@@ -236,12 +247,21 @@ def _tell(best: Best, target: float, settings: Sparsify, rows: list[EvaluationRo
 
 def loss_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Base, control and sparse side by side, as text."""
-    lines = [f"{'':10}{'loss':>9}{'KL to base':>12}{'density':>10}{'edges/query':>13}"]
+    lines = [f"{'':10}{'loss':>18}{'KL to base':>12}{'density':>10}{'edges/query':>13}"]
     for row in rows:
         kl = "" if row["kl_to_base"] is None else f"{row['kl_to_base']:.4f}"
         per_query = "" if row["edges_per_query"] is None else f"{row['edges_per_query']:.3f}"
-        lines.append(f"{row['kind']:10}{row['loss']:9.4f}{kl:>12}{row['density']:10.3%}{per_query:>13}")
+        lines.append(f"{row['kind']:10}{with_error(row):>18}{kl:>12}{row['density']:10.3%}{per_query:>13}")
+    counts = sorted({row["sequences"] for row in rows})
+    n = " to ".join(f"{count:,}" for count in (counts if len(counts) == 1 else (counts[0], counts[-1])))
+    lines.append(f"loss: mean cross-entropy in nats ± its standard error, n = {n} held-out sequences")
     return "\n".join(lines)
+
+
+def with_error(row: Mapping[str, Any], digits: int = 4) -> str:
+    """A row's loss as text, with its standard error; one sequence has none."""
+    error = row.get("loss_standard_error")
+    return f"{row['loss']:.{digits}f} ± " + ("?" if error is None else f"{error:.{digits}f}")
 
 
 def overridden(settings: Settings, text: Text, changes: Mapping[str, object]) -> tuple[Settings, Text]:

@@ -107,6 +107,7 @@ def measure_replacement(
     lost = silent.loss - own.loss
     return {
         "replacement_loss": instead.loss, "model_loss": own.loss, "zero_loss": silent.loss,
+        "loss_standard_errors": {"model": own.error, "replacement": instead.error, "zero": silent.error},
         "loss_recovered": (silent.loss - instead.loss) / lost if abs(lost) > 1e-9 else float("nan"),
         "replacement_exact": instead.correct.float().mean().item(), "model_exact": own.correct.float().mean().item(),
     }  # fmt: skip

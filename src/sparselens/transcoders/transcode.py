@@ -31,7 +31,7 @@ from ..training import engine
 from ..training.copies import left_as_it_was
 from ..training.engine import Progress, Trainee
 from ..training.measure import in_bf16
-from ..training.sparsify import Data, batches_of, check_length, length_of, overridden, source_name
+from ..training.sparsify import Data, batches_of, check_length, length_of, overridden, say_heldout, source_name
 from .evaluation import measure_fit, measure_replacement, tokens_of
 from .losses import Learner, Losses
 from .mlp_hooks import observe
@@ -69,6 +69,7 @@ def transcode(
         raise ValueError("there are no held-out sequences to measure on; give more data")
     asked = {"model": name, "data": batches.describe(), **dataclasses.asdict(settings)}
     run = Run.create(out, "transcode", asked, resume)
+    say_heldout(batches, say)
     kind = f"{'cross-layer' if settings.cross_layer else 'per-layer'}, {settings.activation}"
     say(
         f"{parameters / 1e6:.1f}M parameters: {d.n_layers} layers x {settings.features} features, {kind}; "
@@ -217,13 +218,16 @@ def finish(stage: TranscoderStage, run: Run) -> Transcoder:
 
 def fit_table(results: TranscoderRow) -> str:
     """FVU and L0 by layer, and what the replacement costs, as text."""
+    errors, loss = results["loss_standard_errors"], {}
+    for which, error in errors.items():
+        loss[which] = f"{results[f'{which}_loss']:.4f} ± " + ("?" if error is None else f"{error:.4f}")  # type: ignore[literal-required]
     lines = [f"{'layer':>5}{'FVU':>9}{'L0':>8}"]
     for layer, (fvu, l0) in enumerate(zip(results["fvu_per_layer"], results["l0_per_layer"], strict=True)):
         lines.append(f"{layer:5}{fvu:9.4f}{l0:8.2f}")
     lines.append(f"{'mean':>5}{results['fvu']:9.4f}{results['l0']:8.2f}   dead features: {results['dead_share']:.1%}")
     lines.append(
-        f"loss: model {results['model_loss']:.4f}, MLPs replaced {results['replacement_loss']:.4f}, MLPs silent "
-        f"{results['zero_loss']:.4f} ({results['loss_recovered']:.1%} recovered, n = {results['heldout_sequences']} "
+        f"loss: model {loss['model']}, MLPs replaced {loss['replacement']}, MLPs silent {loss['zero']} "
+        f"({results['loss_recovered']:.1%} recovered; mean ± standard error, n = {results['heldout_sequences']} "
         "held-out sequences)"
     )
     return "\n".join(lines)
