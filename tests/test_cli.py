@@ -178,9 +178,68 @@ def test_bench_needs_a_gpu_and_says_so(capsys, monkeypatch):
 
 
 def test_unknown_model_and_run(tmp_path, capsys):
-    for bad in (["sparsify", "no/model", "--data", "x.txt", "--out", "o"], ["evaluate", str(tmp_path)]):
+    (tmp_path / "x.txt").write_text(TEXT)
+    for bad in (["sparsify", "no/model", "--data", str(tmp_path / "x.txt"), "--out", "o"], ["evaluate", str(tmp_path)]):
         with pytest.raises(SystemExit) as exit_:
             main(bad)
         assert exit_.value.code == 2
     errors = capsys.readouterr().err
     assert "no model found at 'no/model'" in errors and "is not a Run" in errors
+
+
+WRONG = {
+    "discover m --task nonsense": "unknown task 'nonsense'",
+    "discover m --task nothing.jsonl": "no such file: nothing.jsonl",
+    "discover m --out file": "file is a file",
+    "discover m --json used": "used is a folder",
+    "discover m --readings nonsense": "nonsense",
+    "compare m m --tasks ioi nonsense": "unknown task 'nonsense'",
+    "compare m m --out file": "file is a file",
+    "plan m --tasks nonsense": "unknown task 'nonsense'",
+    "evaluate m --data file.txt --behaviour said --tasks nonsense": "unknown task 'nonsense'",
+    "sparsify m --data file.txt --out used": "used is not empty",
+    "sparsify m --data file.txt --out new --resume": "nothing to resume",
+    "sparsify m --data nothing.txt --out new": "nothing.txt",
+    "sparsify m --data file.txt --heldout nothing.txt --out new": "nothing.txt",
+    "transcode m --data file.txt --out used": "used is not empty",
+    "trace m --transcoder t --prompt p --out file": "file is a file",
+    "export used --out used": "used exists already",
+    "figures nothing": "nothing",
+}
+
+
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory):
+    """(command, what it said) of every wrong command, from a process in which importing torch is an error."""
+    folder = tmp_path_factory.mktemp("wrong")
+    (folder / "used").mkdir()
+    (folder / "used" / "something").write_text("")
+    (folder / "file").write_text("")
+    (folder / "file.txt").write_text("some text")
+    code = """
+import contextlib, io, json, sys, time
+class Refuse:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in ("torch", "transformers"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Refuse())
+from sparselens.cli import main
+said = {}
+for command in json.load(sys.stdin):
+    err, began = io.StringIO(), time.perf_counter()
+    with contextlib.redirect_stderr(err), contextlib.suppress(SystemExit, ImportError):
+        main(command.split())
+    said[command] = [err.getvalue(), time.perf_counter() - began]
+print(json.dumps(said))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps(list(WRONG)), cwd=folder, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_a_wrong_argument_is_answered_before_torch_is_imported(without_torch, command):
+    said, seconds = without_torch[command]
+    assert WRONG[command] in " ".join(said.replace("│", " ").split()) and seconds < 5

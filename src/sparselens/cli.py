@@ -14,7 +14,10 @@ from tyro.conf import OmitArgPrefixes, Positional
 
 from . import demo as demo  # registers its task and data, as a user's module would
 from .config import Ask, Search, Sparsify, Text, Trace, Transcode
+from .data.documents import find_files, is_local
 from .runs import distributed
+from .runs.run import Run, check_folder, check_writable, one_line, write_json
+from .tasks import find as find_task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,12 +211,10 @@ class TranscodeCommand:
     text: OmitArgPrefixes[Text] = dataclasses.field(default_factory=Text)
 
     def __call__(self) -> None:
-        from .runs.run import Run, check_writable, write_json
         from .transcoders.transcode import transcode
 
-        check_writable(self.json)
-        data, settings = list(self.data), self.settings
-        transcode(self.model, data=data, out=self.out, settings=settings, text=self.text, resume=self.resume)
+        options = {name: value for name, value in vars(self).items() if name not in ("model", "data", "json")}
+        transcode(self.model, data=list(self.data), **options)
         if self.json is not None and distributed.is_main():
             run = Run(self.out)
             write_json(self.json, run.read("results.json") | {"provenance": run.record["provenance"]})
@@ -364,6 +365,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         if distributed.world() > 1 and not isinstance(command, SparsifyCommand | TranscodeCommand | DiscoverCommand):
             raise ValueError("only sparsify, transcode and discover use several processes; run this without a launcher")
+        _check(command)
         command()
         distributed.stop()
     except KeyboardInterrupt:
@@ -377,21 +379,36 @@ def main(arguments: list[str] | None = None) -> None:
         if os.environ.get("SPARSELENS_DEBUG"):
             raise
         if isinstance(error, ValueError | OSError):
-            print(f"{prog}: {_one_line(error)}", file=sys.stderr)
+            print(f"{prog}: {one_line(error)}", file=sys.stderr)
             sys.exit(2)
         if isinstance(error, RuntimeError | MemoryError):
             from .training.measure import out_of_memory
 
             if out_of_memory(error):
-                options = "--batch or --micro-batch (training), --memory-mb (discover, trace)"
-                advice = f"lower {options}, or the prompts' length ({_one_line(error, 200)})"
-                print(f"{prog}: not enough memory; {advice}", file=sys.stderr)
+                lower = "--batch or --micro-batch (training), --memory-mb (discover, trace), or the prompts' length"
+                print(f"{prog}: not enough memory; lower {lower} ({one_line(error, 200)})", file=sys.stderr)
                 sys.exit(2)
         if distributed.world() > 1 and re.search("gloo|nccl|connection", str(error), re.IGNORECASE):
             lost = "another process of this run has ended or cannot be reached; start them all again with --resume"
-            print(f"{prog}: {lost} ({_one_line(error, 200)})", file=sys.stderr)
+            print(f"{prog}: {lost} ({one_line(error, 200)})", file=sys.stderr)
             sys.exit(2)
         raise
+
+
+def _check(command: Any) -> None:
+    """Refuse what can be refused before torch is imported, which takes seconds. The verbs check for themselves, too."""
+    given = vars(command)
+    for task in given.get("tasks", ()) + ((given["task"],) if "task" in given else ()):
+        find_task(task)
+    check_writable(given.get("json"))
+    if isinstance(command, SparsifyCommand | TranscodeCommand):
+        if distributed.is_main():
+            Run.check(command.out, command.resume)
+        find_files([text for text in (*command.data, *command.text.heldout) if is_local(text)])
+    elif isinstance(command, Export) and command.out.exists():
+        raise ValueError(f"{command.out} exists already; choose another --out")
+    elif isinstance(command, DiscoverCommand | CompareCommand | TraceCommand | Figures):
+        check_folder(command.out)
 
 
 def _parse(arguments: list[str] | None) -> Command:
@@ -410,10 +427,3 @@ def _parse(arguments: list[str] | None) -> Command:
         ours = re.search(r"Error parsing __tyro-dummy-inner__\S*: (.*?)\s+For full helptext", text)
         print(f"sparselens: {' '.join(ours[1].split())}" if ours else said.getvalue().rstrip(), file=sys.stderr)
         raise
-
-
-def _one_line(error: Exception, most: int = 1000) -> str:
-    """What went wrong, in one line that a terminal can show, whatever a file or an argument put into it."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
-    return text if len(text) <= most else text[: most - 1] + "…"

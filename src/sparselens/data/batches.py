@@ -299,6 +299,8 @@ class TextBatches:
     ):  # fmt: skip
         """read_on: behind the text to train on, where what is held out of that falls short of `heldout_tokens`."""
         self.length, self.seed, self.vocabulary = length, seed, len(tokenizer)
+        if length < 1:
+            raise ValueError(f"length={length}: expected at least 1 token")
         self._asked = max(1, heldout_tokens // length)  # held-out sequences
         self._orders: dict[int, Tokens] = {}  # epoch -> order of its sequences
         for pattern in (*patterns, *(heldout_patterns or ())):

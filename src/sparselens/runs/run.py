@@ -76,6 +76,13 @@ def reading(what: Any) -> Iterator[None]:
         raise ValueError(f"{what} does not hold what was expected ({why}); it is damaged or not ours") from error
 
 
+def one_line(error: Exception, most: int = 1000) -> str:
+    """What went wrong, in one line that a terminal can show, whatever a file or an argument put into it."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def check_writable(*paths: Path | None) -> None:
     """ValueError, before any work, for a file that could not be written afterwards."""
     for path in paths:
