@@ -6,8 +6,10 @@ import io
 import os
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, Union
+from typing import Annotated, Any, Literal, Union
 
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional
@@ -85,20 +87,16 @@ class PlanCommand:
     def __call__(self) -> None:
         options = dict(vars(self))
         names, search = options.pop("tasks"), Search(prompts=options.pop("prompts"), readings=options.pop("readings"))
-        if not names:
-            from .training.plan import plan
+        from .circuits.estimate import Need, plan_task
+        from .training.plan import Plan, plan
 
-            return _planned(plan(**options))
-        from .circuits.estimate import plan_task
-
-        for task in names:
-            _planned(plan_task(self.model, task, search, gpus=self.gpus))
-
-
-def _planned(found: Any) -> None:
-    print(found)
-    if found.problem():
-        raise ValueError(found.problem())
+        ways: list[Callable[[], Need | Plan]] = [
+            partial(plan_task, self.model, t, search, gpus=self.gpus) for t in names
+        ]
+        for way in ways or [partial(plan, **options)]:
+            print(found := way())
+            if found.problem():
+                raise ValueError(found.problem())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,13 +342,8 @@ class Bench:
         bench_kernels(self.quick, self.json)
 
 
-class Command(Protocol):
-    """Arguments, and what to do with them."""
-
-    def __call__(self) -> None: ...
-
-
-COMMANDS: dict[str, type[Command]] = {
+Command = Callable[[], None]  # arguments, and what to do with them
+COMMANDS: dict[str, Callable[..., Command]] = {
     "demo": Demo, "sparsify": SparsifyCommand, "plan": PlanCommand, "evaluate": Evaluate, "discover": DiscoverCommand,
     "compare": CompareCommand, "transcode": TranscodeCommand, "trace": TraceCommand, "report": ReportCommand,
     "figures": Figures, "export": Export, "bench": Bench,
