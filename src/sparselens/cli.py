@@ -409,10 +409,8 @@ def _parse(arguments: list[str] | None) -> Command:
     choice: Any = Union[*(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in COMMANDS.items())]
     try:
         with contextlib.redirect_stderr(said):
-            command: Command = tyro.cli(
-                choice, prog="sparselens", description=DESCRIPTION, args=arguments, config=plain
-            )
-            return command
+            found: Any = tyro.cli(choice, prog="sparselens", description=DESCRIPTION, args=arguments, config=plain)
+            return found  # type: ignore[no-any-return]
     except SystemExit:
         # Where a setting refuses its value, the parser's frame around our sentence says nothing more.
         lines = said.getvalue().replace("│", " ").splitlines()
