@@ -11,7 +11,7 @@ Every prompt has a circuit of its own here: masks are [n, layer, head, query, ke
 gradient of the metric with respect to the mask says what each edge does. Prompts are of one length.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -195,11 +195,6 @@ def prompt_bytes(d: Dimensions, vocabulary: int, tokens: int, reads: int) -> flo
     patterns = 56.0 * d.n_layers * d.n_heads * tokens**2
     streams = 80.0 * d.n_layers * d.d_model * tokens
     return patterns + streams + 60.0 * reads * vocabulary
-
-
-def over_prompts(parts: Iterator[Some], make: Callable[[Some], Tensor]) -> Tensor:
-    """What `make` gives for every part, as one tensor over prompts."""
-    return torch.cat([make(some) for some in parts])
 
 
 def _error(a: Tensor, b: Tensor, but: int = 0) -> float:
