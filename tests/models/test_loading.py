@@ -3,8 +3,10 @@
 import copy
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -340,6 +342,31 @@ def test_hub_names_load_sparse_from_the_local_cache(tmp_path):
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert result.stdout.strip() == "True", result.stderr
+
+
+def test_a_model_without_a_tokenizer_is_told_from_no_model(tmp_path):
+    sl.save(tiny_model("llama"), None, tmp_path / "model")
+    with pytest.raises(ValueError, match=r"holds a model but no tokenizer.*tokenizer.json") as refused:
+        sl.load(tmp_path / "model")
+    assert "no model found" not in str(refused.value)
+    with pytest.raises(ValueError, match="no model found"):
+        sl.load(tmp_path)
+
+
+@pytest.mark.parametrize("hub", ["refuses", "hangs"])
+def test_a_hub_that_does_not_answer_costs_seconds_and_one_sentence(hub, monkeypatch, capfd):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if hub == "hangs":
+            server.listen()
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        for ask in (sl.load, sl.plan):
+            began = time.perf_counter()
+            with pytest.raises(ValueError, match=r"no model found at 'nobody/nothing'.*127\.0\.0\.1.* does not answer"):
+                ask("nobody/nothing")
+            assert time.perf_counter() - began < 10, "three seconds of waiting at most"
+    assert "retry" not in "".join(capfd.readouterr()).lower()
 
 
 def test_training_mode_with_dropout_in_the_config():

@@ -16,7 +16,7 @@ from .. import tasks
 from ..config import Search
 from ..models.architectures import dimensions, mlp_width
 from ..models.decoder import Decoder
-from ..models.loading import SAFE, refusing
+from ..models.loading import SAFE, access, refusing
 from ..tasks.prompts import Prompts, build, of_common_length
 from ..training.plan import available_memory, matmul_flops, read_config
 from .attention_edges import AttentionEdges, Others, bytes_per_prompt, prompt_bytes
@@ -73,7 +73,7 @@ def plan_task(model: str | Path, task: str, settings: Search, n_models: int = 3,
     found, config, path = tasks.find(task), read_config(model), Path(model)
     gguf = path.suffix == ".gguf"
     with refusing(f"no tokenizer found at {str(model)!r} (", ")"):
-        options = SAFE | {"gguf_file": path.name} if gguf else SAFE
+        options = SAFE | {"gguf_file": path.name} if gguf else access(str(model)).options
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent if gguf else model), **options)
     d, n = dimensions(config), settings.prompts
     (prompts,) = of_common_length(build(found, tokenizer, 8 * n, settings.seed, d.max_tokens, lambda text: None))

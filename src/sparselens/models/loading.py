@@ -14,8 +14,9 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import huggingface_hub
 import torch
 import transformers
 from safetensors import safe_open
@@ -27,12 +28,13 @@ from transformers.utils.hub import cached_file
 
 from ..config import Gate
 from ..runs import distributed
-from ..runs.run import Run, read_json, reading, whole_folder
+from ..runs.run import Run, one_line, read_json, reading, whole_folder
 from .architectures import architecture, attention_modules, base_model, dimensions
 from .attention import NAME, give_patterns, refuse_other_attention
 
 INDEX = "model.safetensors.index.json"  # which file has which weight, where there are several
 SAFE: Any = {"trust_remote_code": False}  # said aloud: left open, transformers asks the user to run a stranger's code
+PATIENCE = 3  # seconds to wait for the hub
 # What a verb may be given as its model.
 Source = str | Path | Run | nn.Module | tuple[nn.Module, PreTrainedTokenizerBase]
 ADAPTER_PREFIX = "sparselens:"  # marks an adapter's base so that plain peft cannot load it without its gates
@@ -154,9 +156,12 @@ def _load_folder(source: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTo
         if outside:
             raise ValueError(f"{index} names a file outside its folder: {outside[0]}")
     expected = "expected a Hugging Face name, a model folder, a Run or a .gguf file"
-    with refusing(f"no model found at {source!r}: {expected} (", ")"), _quiet():
-        config = AutoConfig.from_pretrained(source, **SAFE)
-        tokenizer = AutoTokenizer.from_pretrained(source, **SAFE)
+    found = access(source)
+    with refusing(f"no model found at {source!r}: {expected} (", f"{found.trouble})"), _quiet():
+        config = AutoConfig.from_pretrained(source, **found.options)
+    beside = "tokenizer.json and tokenizer_config.json belong beside it, as tokenizer.save_pretrained() writes them"
+    with refusing(f"{source!r} holds a model but no tokenizer that can be read: {beside} (", ")"), _quiet():
+        tokenizer = AutoTokenizer.from_pretrained(source, **found.options)
         tokenizer("a")  # damaged settings show when it is first used
     settings = getattr(config, "sparselens", None)
     if settings is not None and (not isinstance(settings, dict) or settings.get("normalise") not in ("all", "open")):
@@ -167,15 +172,47 @@ def _load_folder(source: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTo
     hint = "; pickled weights (.bin) are never read, convert them to safetensors" if pickled else ""
     with refusing(f"the weights at {source!r} cannot be read: ", hint), _quiet():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=getattr(torch, dtype), use_safetensors=True, output_loading_info=True, **SAFE, **options
+            source,
+            dtype=getattr(torch, dtype),
+            use_safetensors=True,
+            output_loading_info=True,
+            **found.options,
+            **options,
         )
     model, report = loaded
     _refuse_incomplete(model, report, source)
     if settings:
         del model.config.sparselens
         add_gates(model, Gate(normalise=settings["normalise"]))
-        _restore_gates(model, _read_gates(source))
+        _restore_gates(model, _read_gates(source, **found.options))
     return model, tokenizer
+
+
+class Access(NamedTuple):
+    """How transformers is to look for a model."""
+
+    options: dict[str, Any]
+    trouble: str = ""  # what to add where nothing is found
+
+
+def access(source: str) -> Access:
+    """A name is looked for on the hub; where that does not answer within seconds, in the local cache alone.
+
+    Left to itself, huggingface_hub tries again for half a minute and prints every attempt.
+    """
+    try:
+        if Path(source).exists():
+            return Access(SAFE)
+        huggingface_hub.utils.validate_repo_id(source)  # type: ignore[attr-defined]
+    except (OSError, ValueError):  # no name at all: transformers says so without asking anybody
+        return Access(SAFE)
+    address = huggingface_hub.constants.ENDPOINT
+    try:
+        huggingface_hub.get_session().head(address, timeout=PATIENCE)
+    except Exception as error:  # every HTTP library has its own
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return Access(SAFE | {"local_files_only": True}, f"; {address} does not answer: {why}")
+    return Access(SAFE)
 
 
 @contextmanager
@@ -184,7 +221,10 @@ def refusing(before: str, after: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        text = str(error).strip() or type(error).__name__
+        line = text.splitlines()[0].rstrip()
+        if line.endswith(":"):  # what it announces is in the next lines
+            line = one_line(error, 300)
         raise ValueError(f"{before}{line}{after}") from error
 
 
@@ -201,16 +241,17 @@ def _refuse_incomplete(model: PreTrainedModel, report: Mapping[str, Iterable[str
         raise ValueError(f"the weights at {source!r} hold NaN or infinite numbers, first in {bad}; they are damaged")
 
 
-def _read_gates(source: str) -> dict[str, Tensor]:
+def _read_gates(source: str, local_files_only: bool = False, **_: Any) -> dict[str, Tensor]:
     """Every `gate_bias` tensor in the safetensors files of a folder or hub repository."""
-    index = cached_file(source, INDEX, _raise_exceptions_for_missing_entries=False)
+    options = {"local_files_only": local_files_only}
+    index = cached_file(source, INDEX, _raise_exceptions_for_missing_entries=False, **options)
     names = ["model.safetensors"]
     if index:
         with reading(index):
             names = sorted(set(read_json(Path(index))["weight_map"].values()))
     found: dict[str, Tensor] = {}
     for name in names:
-        with safe_open(cached_file(source, name), framework="pt") as file:
+        with safe_open(cached_file(source, name, **options), framework="pt") as file:
             found |= {key: file.get_tensor(key) for key in file.keys() if key.endswith(".gate_bias")}  # noqa: SIM118 (not a dict)
     return found
 

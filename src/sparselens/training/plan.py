@@ -20,7 +20,7 @@ import torch
 
 from ..config import Sparsify, Text
 from ..models.architectures import dimensions
-from ..models.loading import SAFE, refusing
+from ..models.loading import SAFE, access, refusing
 from ..runs import distributed
 from ..runs.run import free_disk
 from .copies import COMPILE_FROM
@@ -297,9 +297,10 @@ def read_config(source: str | Path) -> Any:
     if (path / "run.json").is_file():
         raise ValueError(f"{source} is a Run: plan for the dense model it started from")
     gguf = path.suffix == ".gguf"
-    options = SAFE | {"gguf_file": path.name} if gguf else SAFE
+    found = access(str(source))
+    options = SAFE | {"gguf_file": path.name} if gguf else found.options
     expected = "expected a Hugging Face name, a model folder, a config.json or a .gguf file"
-    with refusing(f"no model found at {str(source)!r}: {expected} (", ")"):
+    with refusing(f"no model found at {str(source)!r}: {expected} (", f"{found.trouble})"):
         config = AutoConfig.from_pretrained(str(path.parent if gguf else source), **options)
     if getattr(config, "sparselens", None) is not None:
         raise ValueError(f"{source} is already sparse; start from a dense model")
