@@ -153,7 +153,6 @@ def test_text_that_changed_is_not_measured_as_held_out(base, tmp_path, capsys, c
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (["--length", "1000"], "longer than the 64 this model allows"),
         (["--data", "nothing/*.txt"], "no text found"),
         (["--target", "low"], "expected base, control or a number"),
         (["--micro-batch", "5"], "does not divide"),

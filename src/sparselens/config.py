@@ -169,7 +169,8 @@ class Search:
     """How edges between components are scored: integrated gradients, one gradient, one gradient with interactions
     (GIM), or patching every edge in turn (small models)."""
     steps: int = 5
-    """Points between the corrupted and the clean prompt at which eap-ig takes gradients."""
+    """Points between the corrupted and the clean prompt at which eap-ig takes gradients; with path whole the midpoints
+    of so many equal parts of the way."""
     path: Literal["whole", "own"] = "whole"
     """eap-ig averages gradients over the whole way between the prompts (as published), or over the part of it that
     removing this edge would cover: ranks all edges more like exact patching, but picks worse circuits."""

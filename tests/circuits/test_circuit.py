@@ -266,7 +266,7 @@ def test_areas():
 
 def test_a_task_the_model_cannot_do_is_refused():
     rng = np.random.default_rng(0)
-    with pytest.raises(ValueError, match="does not do this task"):
+    with pytest.raises(ValueError, match="no effect to explain"):
         check_spread(rng.normal(size=50), rng.normal(size=50), "ioi")
     check_spread(rng.normal(3, 1, 50), rng.normal(size=50), "ioi")
     # Differences of mean 1 and standard deviation s * sqrt(4 / 3), four of them: standard error s / sqrt(3).
@@ -277,10 +277,10 @@ def test_a_task_the_model_cannot_do_is_refused():
                 check_spread(model, np.full(4, 5.0), "ioi")
         else:
             check_spread(model, np.full(4, 5.0), "ioi")
-    with pytest.raises(ValueError, match="does not do this task"):
+    with pytest.raises(ValueError, match="no effect to explain"):
         check_spread(np.array([1.0, 6.0]), np.zeros(2), "two prompts")  # 3.5 +- 2.5
     check_spread(np.array([3.0]), np.array([1.0]), "one prompt")
-    with pytest.raises(ValueError, match="does not do this task"):
+    with pytest.raises(ValueError, match="no effect to explain"):
         check_spread(np.array([1.0]), np.array([1.0]), "one prompt")
 
 

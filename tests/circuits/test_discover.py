@@ -408,7 +408,7 @@ def test_a_task_the_model_cannot_do_is_refused():
     same = Task(
         "same", None, "logit", tuple(Pair(f"w{i} w1 w2 w3", f"w{i + 1} w1 w2 w3", " w5", " w6") for i in range(8, 50))
     )
-    with pytest.raises(ValueError, match=r"right on only|does not do this task"):
+    with pytest.raises(ValueError, match=r"right on only|no effect to explain"):
         discover(model, tiny_tokenizer(), same, prompts=8, readings=("components",), **QUIET)
 
 

@@ -34,7 +34,7 @@ ARGUMENTS = [
         "--steps 0", "--steps -1", "--steps 1.5", "--steps many", "--batch 0", "--micro-batch 3", "--micro-batch 0",
         "--lr nan", "--lr inf", "--lr 0", "--lr -1", "--bias nan", "--bias-lr 0", "--density 0", "--density 2",
         "--density nan", "--closing 0", "--closing nan", "--tolerance 0", "--tolerance nan", "--tolerance inf",
-        "--target nan", "--target low", "--target inf", "--length 1", "--length 1000000", "--heldout-tokens 0",
+        "--target nan", "--target low", "--target inf", "--length 1", "--heldout-tokens 0",
         "--lora -1", "--precision fp8", "--loss mse", "--tracker paper", "--seed abc", "--seed -1",
         "--evaluate-every 0", "--data",
         "--checkpoint-every 0", "--warmup 2", "--decay -1", "--weight-decay nan", "--clip inf", "--slack nan",
@@ -53,7 +53,7 @@ ARGUMENTS = [
     *([*TRANSCODE, *change.split()] for change in (
         "--features 0", "--k 0", "--k 17", "--activation relu", "--reads all", "--sparsity -1", "--sparsity nan",
         "--threshold 0", "--bandwidth inf", "--lr nan", "--steps 0", "--batch -3", "--normalise-over 0", "--seed x",
-        "--out run", "--out text.txt", "--resume", "--json base", "--json text.txt/rows.json", "--length 65",
+        "--out run", "--out text.txt", "--resume", "--json base", "--json text.txt/rows.json",
         "--data nothing.jsonl", "--precision int8", "--sparsity-warmup 1.1", "--dead-after 0", "--sharpness -1",
     )),
     ["transcode", "nothing", *TRANSCODE[2:]], ["transcode"],
@@ -87,7 +87,7 @@ ARGUMENTS = [
     ["evaluate", "run", "--behaviour", "b", "--prompts", "base/model.safetensors"],
     ["plan"], ["plan", "nothing"], ["plan", "text.txt"],
     *(["plan", "base", *change.split()] for change in (
-        "--gpus -1", "--steps 0", "--gpu-memory 0", "--gpu-memory nan", "--length 9999", "--tokens-per-second 0",
+        "--gpus -1", "--steps 0", "--gpu-memory 0", "--gpu-memory nan", "--tokens-per-second 0",
     )),
     ["report"], ["report", "nothing"], ["report", "base"], ["report", "run", "run", "run"], ["report", "text.txt"],
     ["report", "run", "--out", "base"], ["report", "run", "--out", "text.txt/page.html"],

@@ -195,7 +195,6 @@ def test_what_cannot_fit_is_refused_with_advice(folder, capsys, monkeypatch):
     [
         (dict(gpus=-1), "gpus=-1"),
         (dict(gpus=3, batch=16), "batch=16 cannot be shared by 3 GPUs"),
-        (dict(length=100_000), "longer than the 64"),
         (dict(gpu_memory=0), "gpu_memory=0"),
         (dict(tokens_per_second=0), "tokens_per_second=0"),
         (dict(nonsense=1), "unknown setting 'nonsense'"),

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..runs.run import read_json, reading, write_json
+from ..runs.run import as_readable_as_others, read_json, reading, write_json
 from .rows import TargetRow, TraceRows
 
 if TYPE_CHECKING:
@@ -257,6 +257,7 @@ class Graph:
         parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("live", "rows")}
         tensors = {name: value.contiguous() for name, value in parts.items() if isinstance(value, Tensor)}
         save_file(tensors, folder / "graph.safetensors")
+        as_readable_as_others(folder / "graph.safetensors")
         write_json(folder / "graph.json", {n: v for n, v in parts.items() if n not in tensors} | {"format": 1})
         return folder
 

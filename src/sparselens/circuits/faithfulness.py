@@ -162,8 +162,8 @@ def check_spread(m_model: np.ndarray, m_nothing: np.ndarray, what: str) -> None:
     if difference.mean() <= 2 * error or difference.mean() <= 1e-6:
         raise NoEffect(
             f"{what}: the metric is {m_model.mean():.4g} on the prompts and {m_nothing.mean():.4g} on the corrupted "
-            f"ones (difference {difference.mean():.3g} +- {error:.2g}). The model does not do this task, so there is "
-            "no effect to explain; try another task or another model."
+            f"ones (difference {difference.mean():.3g} +- {error:.2g}). There is no effect to explain: "
+            "the corrupted prompts call for the same answer, or the model does not do this task; change one of them."
         )
 
 

@@ -22,6 +22,7 @@ from ..reporting.figures.circuits import draw_all
 from ..reporting.figures.flow import Flow, draw_flow
 from ..runs.run import Run, reading
 from ..serving.publish import report
+from ..training.engine import Interrupted, threads_for
 from ..training.loop import Stage, train
 from ..training.sparsify import sparsify_into, with_error
 from ..transcoders.transcode import transcode
@@ -81,35 +82,47 @@ def demo(
     resume = (out / "run.json").is_file()
     run = Run.create(out, "demo", asked, resume)
     try:
-        run.write("about.json", ABOUT)
-        base, tokenizer = _dense(run, batches, dense_settings, resume, show_progress, say)
-        sparse = sparsify_into(
-            run, base, tokenizer, batches, sparse_settings, resume=resume, show_progress=show_progress, say=_nothing
-        )
-        tried = batches.heldout_pairs[:20].tolist()
-        example = next((pair for pair in tried if _both_right(base, sparse, *pair)), EXAMPLE)
-        flow = {"base": flow_of(base, *example), "sparse": flow_of(sparse, *example)}
-        run.write("figure1.json", flow)
-        for suffix in ("png", "svg"):
-            draw_flow(flow, out / f"figure1.{suffix}")
-        multiplier = _circuits(run, (base, tokenizer), sparse, seed)
-        features = _features(run, (base, tokenizer), (sparse, tokenizer), batches, example, seed, show_progress)
-        rows = run.read("evaluation.json")
-        dense_row, sparse_row, total = rows[0], rows[-1], flow["base"]["edges"]
-        found = {
-            "dense_exact": dense_row["exact"], "sparse_exact": sparse_row["exact"], "density": sparse_row["density"],
-            "edges_open": sparse_row["density"] * total, "edges_total": total,
-            "edges_per_layer": [share * total / 4 for share in sparse_row["density_per_layer"]],
-            "multiplier": multiplier, "features": features, "seconds": round(time.perf_counter() - began, 1),
-        }  # fmt: skip
-        run.write("summary.json", run.read("summary.json") | found)
-        report(out, say=_nothing)
-        for leftover in ("checkpoints", "best", "control/checkpoints", "base/checkpoints"):
-            shutil.rmtree(out / leftover, ignore_errors=True)
+        with threads_for(0):  # it is tiny in all it does
+            _walk(run, batches, dense_settings, sparse_settings, resume, show_progress, say, began)
+    except Interrupted as stopped:
+        raise Interrupted(f"{str(stopped).partition(';')[0]}; the same command again goes on from there") from stopped
     finally:
         run.unlock()
     _tell(run, say)
     return run
+
+
+def _walk(
+    run: Run, batches: AdditionBatches, dense_settings: Training, sparse_settings: Sparsify, resume: bool,
+    show_progress: bool, say: Callable[[str], None], began: float,
+) -> None:  # fmt: skip
+    """Every model, figure and number of the demo, into its Run."""
+    out, seed = run.path, dense_settings.seed
+    run.write("about.json", ABOUT)
+    base, tokenizer = _dense(run, batches, dense_settings, resume, show_progress, say)
+    sparse = sparsify_into(
+        run, base, tokenizer, batches, sparse_settings, resume=resume, show_progress=show_progress, say=_nothing
+    )
+    tried = batches.heldout_pairs[:20].tolist()
+    example = next((pair for pair in tried if _both_right(base, sparse, *pair)), EXAMPLE)
+    flow = {"base": flow_of(base, *example), "sparse": flow_of(sparse, *example)}
+    run.write("figure1.json", flow)
+    for suffix in ("png", "svg"):
+        draw_flow(flow, out / f"figure1.{suffix}")
+    multiplier = _circuits(run, (base, tokenizer), sparse, seed)
+    features = _features(run, (base, tokenizer), (sparse, tokenizer), batches, example, seed, show_progress)
+    rows = run.read("evaluation.json")
+    dense_row, sparse_row, total = rows[0], rows[-1], flow["base"]["edges"]
+    found = {
+        "dense_exact": dense_row["exact"], "sparse_exact": sparse_row["exact"], "density": sparse_row["density"],
+        "edges_open": sparse_row["density"] * total, "edges_total": total,
+        "edges_per_layer": [share * total / 4 for share in sparse_row["density_per_layer"]],
+        "multiplier": multiplier, "features": features, "seconds": round(time.perf_counter() - began, 1),
+    }  # fmt: skip
+    run.write("summary.json", run.read("summary.json") | found)
+    report(out, say=_nothing)
+    for leftover in ("checkpoints", "best", "control/checkpoints", "base/checkpoints"):
+        shutil.rmtree(out / leftover, ignore_errors=True)
 
 
 def _dense(

@@ -20,7 +20,7 @@ from ..models.architectures import base_model, dimensions
 from ..models.loading import is_gated, load
 from ..runs import distributed
 from ..runs.rows import AnswerRow, AttentionRows, PromptRow
-from ..runs.run import Run, about, write_json
+from ..runs.run import Run, about, as_readable_as_others, write_json
 from ..tasks.registry import Words, piece
 
 TEXTS = ('The opposite of "large" is "', "When Mary and John went to the store, John gave a drink to")
@@ -113,6 +113,7 @@ def _look(folders: dict[str, Path | str], texts: list[str], out: Path, say: Call
     out.mkdir(parents=True, exist_ok=True)
     for prompt, kept in zip(prompts, tensors, strict=True):
         save_file(kept, out / prompt["file"])
+        as_readable_as_others(out / prompt["file"])
     return {"format": FORMAT, "shape": shape, "prompts": prompts, "notes": notes}
 
 

@@ -107,10 +107,14 @@ def _sort(sources: list[Source], more: bool) -> tuple[list[Run], list[Source]]:
     for source in sources:
         if isinstance(source, Run):
             runs.append(_checked(source, more))
-        elif isinstance(source, str | Path) and (not more or (Path(source) / "run.json").is_file()):
-            runs.append(_checked(Run(source), more))  # which says that it is none, where it is a model with no text
+        elif isinstance(source, str | Path) and (Path(source) / "run.json").is_file():
+            runs.append(_checked(Run(source), more))
         elif not more:
-            raise ValueError("there is nothing to evaluate this model on: give data, benchmarks or behaviour")
+            what = f"{str(source)!r}" if isinstance(source, str | Path) else "this model"
+            raise ValueError(
+                f"there is nothing to evaluate {what} on: it is not a Run, which would bring its text along; "
+                "give --data, --benchmarks or --behaviour"
+            )
         else:
             others.append(source)
     return runs, others

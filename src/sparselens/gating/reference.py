@@ -7,7 +7,8 @@ For one query head, with masked pairs being no pairs at all:
     A = [u * (1 + exp(-G)) < 1]            the gate: open with probability sigmoid(G)
     O = (A * softmax(S)) V                 normalise="all": softmax over every allowed key, not renormalised
     O = softmax over open keys of S, V     normalise="open"
-    edges = sum of sigmoid(G)              expected number of open edges
+    edges = sum of sigmoid(G)              when sampling: the expected number of open edges
+    edges = sum of A                       otherwise: the number of open edges, with the gradient of the expected one
 
 `u` is uniform noise when sampling and the constant 1/2 otherwise, which makes A = [G > 0]. The gate's gradient is
 straight-through: in the backward pass A behaves as s = (1 - u) / ((1 - u) + u exp(-G)), a sigmoid of G plus logistic

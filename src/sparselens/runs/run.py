@@ -153,10 +153,17 @@ def fresh_name(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.tmp")
 
 
+def as_readable_as_others(path: Path) -> None:
+    """Give a file the rights any new file has: safetensors writes weights that only their owner may read."""
+    os.umask(mask := os.umask(0o077))  # the only way to ask for it
+    path.chmod(0o666 & ~mask)
+
+
 def _put_in_place(fresh: Path, folder: Path) -> None:
     """Give a finished folder its name, its files on the disk; one that has the name already makes way."""
     for path in fresh.rglob("*"):
         if path.is_file():
+            as_readable_as_others(path)
             with path.open("r+b") as file:
                 os.fsync(file.fileno())
     old = folder.with_name(f".{folder.name}.old")

@@ -25,7 +25,7 @@ from ..runs import distributed
 from ..runs.run import free_disk
 from .copies import COMPILE_FROM
 from .dry_run import count_step, time_step
-from .sparsify import STEERING_SHARE, check_length, disk, overridden
+from .sparsify import STEERING_SHARE, disk, fitting, overridden
 
 GIB = 2**30
 PROCESS = 0.7 * GIB  # Python, PyTorch, what its allocator keeps; on a GPU the CUDA context and workspaces
@@ -60,7 +60,13 @@ class Plan:
     how: str = ""  # where that number comes from
     compute: float = 0.0  # seconds per step
     communication: float = 0.0  # seconds per step, beside computing
-    seconds: float = 0.0  # the whole run
+    steps: int = 0  # of all stages together
+    times: dict[str, float] = dataclasses.field(default_factory=dict)  # seconds of each part of the run
+
+    @property
+    def seconds(self) -> float:
+        """The whole run."""
+        return sum(self.times.values())
 
     @property
     def total_memory(self) -> float:
@@ -95,7 +101,9 @@ class Plan:
         if self.seconds:
             share = f", beside {self.communication:.2f} s of communication" if self.communication else ""
             step = f"{max(self.compute, self.communication):.2f} s per step{share}"
-            lines.insert(2, f"time    {in_words(self.seconds)}: {step}, {rate} ({self.how})")
+            parts = ", ".join(f"{name} {in_words(part)}" for name, part in self.times.items() if part)
+            lines.insert(2, f"time    {in_words(self.seconds)} ({parts})")
+            lines.insert(3, f"        {self.steps:,} steps, {step}, {rate} ({self.how})")
         return "\n".join(lines)
 
 
@@ -120,7 +128,7 @@ def plan(
         raise ValueError(f"gpu_memory={gpu_memory}: expected a number of GiB above 0")
     if tokens_per_second is not None and not tokens_per_second > 0:
         raise ValueError(f"tokens_per_second={tokens_per_second}: expected a number above 0")
-    check_length(config, text.length)
+    text = fitting(config, "", text, lambda line: None)
     available = available_memory(gpus, gpu_memory)
     job = Job(config, settings, text.length, max(1, gpus), gpus > 0, sharded and gpus > 1)
     while gpus == 1 and settings.training.micro_batch is None and sum(job.memory().values()) > available:
@@ -145,9 +153,13 @@ def plan(
     stages = 2 if settings.control else 1
     saving = settings.training.steps // settings.training.checkpoint_every * 16 * job.step.trained / DISK_BYTES
     start = job.gpu * (GPU_START + stages * job.compiled * COMPILING)
-    seconds = start + stages * (settings.training.steps * per_step + saving / job.gpus) + evaluation
-    times: Any = {"compute": compute, "communication": communication, "seconds": seconds}
-    return dataclasses.replace(result, tokens_per_second=tokens / job.gpus / compute, how=how, **times)
+    steps = stages * settings.training.steps
+    times = {
+        "start": start, "training": steps * per_step, "checkpoints": stages * saving / job.gpus,
+        "evaluation": evaluation,
+    }  # fmt: skip
+    rates: Any = {"compute": compute, "communication": communication, "steps": steps, "times": times}
+    return dataclasses.replace(result, tokens_per_second=tokens / job.gpus / compute, how=how, **rates)
 
 
 @dataclass

@@ -9,6 +9,7 @@
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -31,6 +32,7 @@ from .measure import Measurement, in_bf16, measure
 
 Data = str | list[str] | Batches  # files and globs, a dataset name, or anything with `Batches`' methods
 Settings = TypeVar("Settings", Sparsify, Transcode)
+HARM = 0.02  # nats that a control may be above its base without a word
 STEERING_SHARE = 4  # one held-out sequence in this many may steer
 
 
@@ -54,7 +56,7 @@ def sparsify(
     if is_gated(base):
         raise ValueError(f"{name} is already sparse; start from a dense model")
     config = base_model(base).config
-    check_length(config, length_of(data, text))
+    text = fitting(config, data, text, say)
     need = disk(*count_parameters(config, settings), settings)
     refuse_full_disk(Path(out), sum(need.values()), "train adapters (--lora)")
     batches = batches_of(data, tokenizer, text, settings.training, show_progress)
@@ -83,7 +85,8 @@ def _announcement(name: str, model: nn.Module, batches: Batches, settings: Spars
         f"{name}: {parameters / 1e6:.1f}M parameters, {size.n_layers} layers x {size.n_heads} heads\n"
         f"training {stages}: {training.steps} steps of {training.batch} x {batches.length} tokens "
         f"({tokens / 1e6:.1f}M); {batches.n_heldout} held-out sequences, {steering_count(batches)} to steer by and "
-        f"{report_slice(batches)[1]} to report on"
+        f"{report_slice(batches)[1]} to report on; {distributed.world()} "
+        f"process{'es' if distributed.world() > 1 else ''}"
     )
 
 
@@ -243,6 +246,23 @@ def _tell(
             f"train longer (--steps), or {advice}."
         )
     say(loss_table(rows))
+    if note := control_note(rows):
+        say(note)
+
+
+def control_note(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Where the control ended worse than the base by more than chance: that, and what it means."""
+    base, control = (next((row for row in rows if row["kind"] == kind), None) for kind in ("base", "control"))
+    if base is None or control is None:
+        return None
+    above = control["loss"] - base["loss"]
+    error = math.hypot(*(row["loss_standard_error"] or 0.0 for row in (base, control)))
+    if above <= max(2 * error, HARM):
+        return None
+    return (
+        f"The control is {above:.2f} nats above the base: this training harms the model without any gate. "
+        "Lower --lr, train for fewer steps, or give text more like what the base has learnt."
+    )
 
 
 def loss_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -291,16 +311,19 @@ def source_name(source: Source) -> str:
     return str(source) if isinstance(source, str | Path) else name_of(source)
 
 
-def check_length(config: PretrainedConfig, length: int) -> None:
-    """ValueError for a model of an unknown kind, or sequences that it cannot read."""
+def fitting(config: PretrainedConfig, data: Data, text: Text, say: Callable[[str], None]) -> Text:
+    """The same with sequences no longer than the model reads, said where they were; ValueError for a model of an
+    unknown kind, and for sequences that are already made and too long."""
     architecture(config)
     longest = dimensions(config).max_tokens
-    if length > longest:
-        raise ValueError(f"sequences of {length} tokens are longer than the {longest} this model allows (--length)")
-
-
-def length_of(data: Data, text: Text) -> int:
-    return text.length if isinstance(data, str | list) else data.length
+    if not isinstance(data, str | list):
+        if data.length > longest:
+            raise ValueError(f"sequences of {data.length} tokens are longer than the {longest} this model allows")
+        return text
+    if text.length <= longest:
+        return text
+    say(f"sequences of {longest} tokens instead of {text.length} (--length): the model was made for no more")
+    return dataclasses.replace(text, length=longest)
 
 
 def batches_of(

@@ -31,7 +31,7 @@ from ..training import engine
 from ..training.copies import left_as_it_was
 from ..training.engine import Progress, Trainee
 from ..training.measure import in_bf16
-from ..training.sparsify import Data, batches_of, check_length, length_of, overridden, say_heldout, source_name
+from ..training.sparsify import Data, batches_of, fitting, overridden, say_heldout, source_name
 from .evaluation import measure_fit, measure_replacement, tokens_of
 from .losses import Learner, Losses
 from .mlp_hooks import observe
@@ -60,7 +60,7 @@ def transcode(
     name = name or source_name(model)
     model, tokenizer = resolve(model, tokenizer)
     d = dimensions(base_model(model).config)
-    check_length(base_model(model).config, length_of(data, text))
+    text = fitting(base_model(model).config, data, text, say)
     parameters = n_parameters(d.n_layers, d.d_model, settings)
     # Two checkpoints (weights and both Adam moments) and the result must fit.
     refuse_full_disk(Path(out), 4 * 7 * parameters, "learn fewer --features")
