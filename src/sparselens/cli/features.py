@@ -1,0 +1,79 @@
+"""Features and the prompts they explain: transcode, trace."""
+
+import dataclasses
+from pathlib import Path
+
+from tyro.conf import OmitArgPrefixes, Positional
+
+from ..config import Text, Trace, Transcode
+from ..runs import distributed
+from ..runs.run import Run, write_json
+
+
+@dataclasses.dataclass(frozen=True)
+class TranscodeCommand:
+    """Train sparse features that stand in for a model's MLPs (a cross-layer transcoder)."""
+
+    model: Positional[str]
+    """Hugging Face name, model folder, Run or .gguf file; dense or sparse."""
+    data: tuple[str, ...]
+    """Text: files or globs (.txt, .jsonl, .parquet, plain or .gz/.xz/.zst) or a Hugging Face dataset name."""
+    out: Path
+    """Folder of the Run; must not exist yet, unless with --resume."""
+    resume: bool = False
+    """Go on where an interrupted run stopped (same settings)."""
+    json: Path | None = None
+    """Also write the results to this file."""
+    settings: OmitArgPrefixes[Transcode] = dataclasses.field(default_factory=Transcode)
+    text: OmitArgPrefixes[Text] = dataclasses.field(default_factory=Text)
+
+    def __call__(self) -> None:
+        from ..transcoders.transcode import transcode
+
+        options = {name: value for name, value in vars(self).items() if name not in ("model", "data", "json")}
+        transcode(self.model, data=list(self.data), **options)
+        if self.json is not None and distributed.is_main():
+            run = Run(self.out)
+            write_json(self.json, run.read("results.json") | {"provenance": run.record["provenance"]})
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceCommand:
+    """Take one prompt apart: which features feed the answer, and which heads carry them (figure 4)."""
+
+    model: Positional[str]
+    """Hugging Face name, model folder, Run or .gguf file; dense or sparse."""
+    transcoder: Path
+    """The model's transcoder: a Run of `transcode`, or a folder in circuit-tracer's layout."""
+    prompt: str
+    """The prompt. (For an addition Run: 36+28=?????)"""
+    target: str | None = None
+    """What to explain: a token ('small'), a difference ('small - large'). Default: the likeliest next token."""
+    against: str | None = None
+    """A second model on the same prompt, to put beside the first."""
+    against_transcoder: Path | None = None
+    """The second model's transcoder."""
+    clusters: Path | None = None
+    """Clusters edited by hand (clusters.json, as --out writes it)."""
+    edge: str | None = None
+    """The cluster edge to look at closely, source->target. Default: the strongest from elsewhere into the answer."""
+    out: Path | None = None
+    """Folder for trace.json, the graph, figure 4, clusters.json and the graph in Neuronpedia's format."""
+    json: Path | None = None
+    """Write the rows to this file."""
+    settings: OmitArgPrefixes[Trace] = dataclasses.field(default_factory=Trace)
+
+    def __call__(self) -> None:
+        against = (self.against, self.against_transcoder) if self.against and self.against_transcoder else None
+        if against is None and (self.against is not None or self.against_transcoder is not None):
+            raise ValueError("--against needs its own transcoder, --against-transcoder, and the other way round")
+        from ..attribution.trace import trace
+        from ..reporting.figures.attribution import draw_trace_all
+
+        graph = trace(
+            self.model, self.transcoder, self.prompt, self.target, settings=self.settings, clusters=self.clusters,
+            against=against, edge=self.edge, out=self.out, json=self.json, say=print,
+        )  # fmt: skip
+        if self.out is not None and graph.rows is not None:
+            draw_trace_all(graph.rows, self.out)
+            print(f"trace.json, figure 4, the graph and clusters.json are in {self.out}")
