@@ -88,6 +88,24 @@ class Decoder:
         """
         return self._begin(ids, logits=False)[0]
 
+    @torch.no_grad()
+    def embed(self, ids: Tensor) -> Tensor:
+        """The same without running the model, after a `begin` with at least as many tokens (`knows_positions`)."""
+        found: list[Tensor] = []
+
+        def embedding(module: nn.Module, arguments: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> None:
+            found.append(arguments[0] if arguments else keywords["hidden_states"])
+            raise Enough
+
+        with hooked([blocks(self.model)[0].register_forward_pre_hook(embedding, with_kwargs=True)]):
+            self.model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        return found[0]
+
+    def knows_positions(self, tokens: int) -> bool:
+        """Whether the last `begin` had at least this many tokens, or positions are not rotated at all."""
+        turned = zip(self.parts, self._rotations, strict=True)
+        return all(part.rotate is None or (r is not None and r[0].shape[1] >= tokens) for part, r in turned)
+
     def begin_with_logits(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The same, and the model's own logits after the last token, [batch, 1, vocabulary]."""
         embedding, logits = self._begin(ids, logits=True)
@@ -120,7 +138,7 @@ class Decoder:
         rotation, rotate = self._rotations[layer], self.parts[layer].rotate
         if rotation is None or rotate is None:
             return q, k
-        cos, sin = (t if at is None else t[:, at] for t in rotation)
+        cos, sin = (t[:, : q.shape[2]] if at is None else t[:, at] for t in rotation)
         return rotate(q, k, cos, sin)
 
     def read(self, layer: int, x: Tensor) -> Tensor:
@@ -157,7 +175,7 @@ class Decoder:
     def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor, heads: Tensor | None = None) -> Tensor:
         """Attention: the value mix z of these heads (all of them by default), gates deterministic."""
         p = self.parts[layer]
-        q, k, v = self._prepared(layer, q, k, v)
+        q, k, v = self.prepared(layer, q, k, v)
         if self.gates is not None:
             bias = self.gates[layer] if heads is None else self.gates[layer][heads]
             if self.straight_through or not torch.is_grad_enabled():
@@ -171,10 +189,10 @@ class Decoder:
     def attend(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """All heads reading the same x: (what multiplies the values [batch, heads, queries, keys], the values)."""
         y = self.read(layer, x)
-        q, k, v = self._prepared(layer, *(self.project(layer, through, y) for through in "qkv"))
+        q, k, v = self.prepared(layer, *(self.project(layer, through, y) for through in "qkv"))
         return self._weights(layer, q, k, None if self.gates is None else self.gates[layer]), v
 
-    def _prepared(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def prepared(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values as attention uses them: clipped, normed, rotated, where the family does so."""
         p = self.parts[layer]
         if p.clip is not None:
