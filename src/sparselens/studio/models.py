@@ -2,8 +2,8 @@
 
 1. One pass through `Decoder.run`, whose weights can be masked: a closed gate carries nothing, and a silenced head has
    all its gates closed. Where gates renormalise, the open ones share what a closed one had.
-2. What the picture predicts is first order: the gradient of the answer's log-probability with respect to the mask,
-   summed over what was closed. A scaled feature adds its direct and indirect share in the frozen model (features.py).
+2. What the picture predicts is first order: the gradient of the answer's log-odds, log p - log(1 - p), with respect to
+   the mask, summed over what was closed. Log-odds do not saturate where the model is sure, as log p does. A scaled feature adds its direct and indirect share in the frozen model (features.py).
 3. What happens is measured: the model is run again.
 """
 
@@ -130,11 +130,11 @@ class Member:
         return mask
 
     def gradient(self, question: Question) -> Tensor:
-        """d log-probability / d mask, [layer, head, query, key]: closing an edge changes it by minus this."""
+        """d log-odds / d mask, [layer, head, query, key]: closing an edge changes it by minus this."""
         mask = self.mask(len(question.ids), Changes()).requires_grad_()
         with torch.enable_grad():
             log_p = self.run(question.ids, mask, [question.position]).log_p[0]
-            (gradient,) = torch.autograd.grad(log_p[question.answer], mask)
+            (gradient,) = torch.autograd.grad(log_odds(log_p, question.answer), mask)
         return gradient
 
     def likeliest(self, log_p: Tensor) -> list[dict[str, Any]]:
@@ -176,7 +176,7 @@ class Models:
                 models.notes.append(f"The {role} model is not shown: {error}")
                 continue
             transcoder = path / "transcoders" / role
-            member.transcoder = transcoder if (transcoder / "config.yaml").is_file() else None
+            member.transcoder = transcoder if (transcoder / "results.json").is_file() else None
             models.members[role] = member
         if not models.members:
             raise ValueError(run.without_model())
@@ -250,7 +250,7 @@ class Models:
         return {"text": text, "tokens": tokens, "possible": n * (n + 1) // 2, "position": at, "models": shown}
 
     def effects(self, role: str, question: Question) -> list[list[float]]:
-        """What closing each edge should do to the answer's log-probability, largest first: [layer, ..., key, change]."""
+        """What closing each edge should do to the answer's log-odds, largest first: [layer, ..., key, change]."""
         change = -self._gradient(role, question)
         flat = change.flatten()
         order = flat.abs().topk(min(400, len(flat))).indices
@@ -259,22 +259,19 @@ class Models:
         return [[*at, value] for at, value in zip(where, flat[order].tolist(), strict=True)]
 
     def predicted(self, role: str, question: Question, changes: Changes) -> float:
-        """Change of the log-probability to first order, of gates and heads."""
+        """Change of the log-odds to first order, of gates and heads."""
         mask = self.member(role).mask(len(question.ids), changes)
         return float((self._gradient(role, question) * (mask - 1)).sum())
 
     @torch.no_grad()
     def touch(self, role: str, question: Question, changes: Changes) -> dict[str, Any]:
-        """The answer's log-probability before and after, what was predicted, and what the model says now."""
+        """The answer's log-odds and probability before and after, what was predicted, and what the model says now."""
         member = self.member(role)
         at = [question.position]
         before = member.run(question.ids, at=at).log_p[0]
         after, weights, _ = member.run(question.ids, member.mask(len(question.ids), changes), at)
-        return {
-            "before": float(before[question.answer]), "after": float(after[0, question.answer]),
-            "predicted": self.predicted(role, question, changes), "open": int((weights > 0).sum()),
-            "next": member.likeliest(after[0]),
-        }  # fmt: skip
+        told = {"predicted": self.predicted(role, question, changes), "open": int((weights > 0).sum())}
+        return answers(before, after[0], question.answer) | told | {"next": member.likeliest(after[0])}
 
     def _gradient(self, role: str, question: Question) -> Tensor:
         """The last few are remembered."""
@@ -284,6 +281,18 @@ class Models:
                 self._gradients.popitem(last=False)
         self._gradients.move_to_end((role, question))
         return self._gradients[role, question]
+
+
+def log_odds(log_p: Tensor, answer: int) -> Tensor:
+    """log p - log(1 - p) of a token, without loss of digits where p is nearly 1."""
+    others = log_p.index_fill(0, torch.tensor(answer, device=log_p.device), -torch.inf)
+    return log_p[answer] - others.logsumexp(0)
+
+
+def answers(before: Tensor, after: Tensor, answer: int) -> dict[str, Any]:
+    """Log-odds and probability of a token in two distributions [vocabulary] (log-probabilities)."""
+    odds = {"before": float(log_odds(before, answer)), "after": float(log_odds(after, answer))}
+    return odds | {"p_before": float(before[answer].exp()), "p_after": float(after[answer].exp())}
 
 
 def _places(run: Run) -> dict[str, Path | str]:
