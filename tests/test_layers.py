@@ -16,7 +16,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 # From the ground up: a package may import those before it. (docs/architecture.md)
 ORDER = (
     "config", "gating", "runs", "models", "data", "tasks", "training", "transcoders", "circuits", "attribution",
-    "evaluation", "reporting", "serving", "demo", "cli", "__main__",
+    "evaluation", "reporting", "serving", "live", "demo", "cli", "__main__",
 )  # fmt: skip
 TOP = {"__init__.py", "__main__.py", "config.py", "py.typed"}
 LINES, FUNCTION_LINES = 420, 80

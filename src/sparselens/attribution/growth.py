@@ -10,7 +10,7 @@
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,13 +35,14 @@ def attribution_graph(
     prompt: str | Sequence[int] | Tensor, target: Any = None, *,
     position: int | None = None, budget: int = 1000, edges_per_row: int = 4096, mass: float = 0.95,
     most_targets: int = 10, nodes: float = 0.8, edges: float = 0.98, memory_mb: float = 1024,
-    show_progress: bool = False,
+    show_progress: bool = False, step: Callable[[int, int], None] | None = None,
 ) -> Graph:  # fmt: skip
     """The attribution graph of a prompt: who feeds whom, and how much, with every row adding up exactly.
 
     prompt, target, mass, most_targets: as `sl.trace` takes them. position: whose output is explained; None: the last.
     budget: rows computed for features. edges_per_row: edges stored of each; the others are kept as exact sums.
-    nodes, edges: shares of the influence that pruning keeps. memory_mb: for gradients of rows computed together.
+    nodes, edges: shares of the influence that pruning keeps. step: hears (rows done, of how many).
+    memory_mb: for gradients of rows computed together.
     Computes in fp32, or in fp64 when the model is fp64; a half-precision model is copied to fp32 first.
     """
     if budget < 0 or edges_per_row < 1:
@@ -61,7 +62,7 @@ def attribution_graph(
     replacement.set_logits(torch.stack([t.direction for t in chosen]), torch.stack([t.constant for t in chosen]), at)
     text = prompt if isinstance(prompt, str) else text_of(tokenizer, ids.tolist())
     growing = _Growing(replacement, [t.row for t in chosen], text, tokenizer, edges_per_row)
-    graph = growing.grow(budget, memory_mb, show_progress)
+    graph = growing.grow(budget, memory_mb, show_progress, step or (lambda done, of: None))
     graph.settings |= {"budget": budget, "edges_per_row": edges_per_row, "nodes": nodes, "edges": edges}
     return graph.prune(nodes, edges)
 
@@ -182,7 +183,7 @@ class _Growing:
             name: [] for name in ("source", "weight", "row_value", "row_sum", "row_abs", "rest", "rest_abs")
         }
 
-    def grow(self, budget: int, memory_mb: float, show_progress: bool) -> Graph:
+    def grow(self, budget: int, memory_mb: float, show_progress: bool, step: Callable[[int, int], None]) -> Graph:
         """Rows of the logits, then of the most influential features without one, until the budget is spent."""
         replacement, device = self.replacement, self.replacement.error.device
         at_once = replacement.at_once(memory_mb)
@@ -207,6 +208,7 @@ class _Growing:
                 self.add(part)
                 bar.update(len(part))
             done += len(chosen)
+            step(done, budget)
             graph = self.graph()
         bar.close()
         return graph

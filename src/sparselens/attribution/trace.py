@@ -73,6 +73,7 @@ def trace(
     clusters: str | Path | Rules | None = None, edge: str | None = None,
     out: str | Path | None = None, json: str | Path | None = None, mass: float = 0.95, most_targets: int = 10,
     edges_per_row: int = 4096, show_progress: bool = False, say: Callable[[str], None] | None = None,
+    step: Callable[[int, int], None] | None = None,
     **overrides: Any,
 ) -> Graph:  # fmt: skip
     """The attribution graph of a prompt: who feeds whom, and how much, with every row adding up exactly.
@@ -86,7 +87,8 @@ def trace(
     settings: all of `Trace`; overrides: some of its fields by name, e.g. position=9, budget=100.
 
     out: a folder for trace.json, the graph, clusters.json and the graph in Neuronpedia's format. json: a file for the
-    rows. against: a second model and its transcoder, put beside the first. say: hears the rows in words. With any of
+    rows. against: a second model and its transcoder, put beside the first. say: hears the rows in words. step: hears
+    (rows done, of how many) while a graph grows, and may raise to stop it. With any of
     these, one target is explained, and the rows are the graph's `rows`. names: what to call the models there.
     clusters: rules, or a file of them (clusters.json); edge: "source->target", the one between clusters to look at
     closely.
@@ -102,7 +104,7 @@ def trace(
     grow = functools.partial(
         attribution_graph, position=settings.position, budget=settings.budget, nodes=settings.nodes,
         edges=settings.edges, memory_mb=settings.memory_mb, mass=mass, most_targets=1 if summed_up else most_targets,
-        edges_per_row=edges_per_row, show_progress=show_progress,
+        edges_per_row=edges_per_row, show_progress=show_progress, step=step,
     )  # fmt: skip
     if not summed_up:
         return _graph(*models[0], prompt, target, grow)

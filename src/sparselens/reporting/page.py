@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..runs.run import write_bytes
-from .sections import Payload, asset, sections
+from .sections import Payload, Section, asset, sections
 
 IMPORT = re.compile(r"^import\s[^;]*?from\s+\"\./([\w.]+)\";\n", re.M)
 BEYOND = re.compile(r"[^\x00-\x7f]")
@@ -34,23 +34,30 @@ def write_page(value: Payload, path: str | Path) -> Path:
     return path
 
 
-def build_page(value: Payload) -> str:
-    """The page of a `payload`, ASCII only."""
+def only(name: str, first: bool = False) -> dict[str, Section]:
+    """One section alone, or (first) all of them with that one at the top."""
+    chosen = {name: sections()[name]}
+    return chosen | sections() if first else chosen
+
+
+def build_page(value: Payload, shown: dict[str, Section] | None = None) -> str:
+    """The page of a `payload`, ASCII only. shown: its sections; default: those of the report."""
+    shown = shown or sections()
     # ASCII only: other characters, which only occur in strings and comments, become escapes.
     style = BEYOND.sub(lambda c: f"\\{ord(c[0]):x} ", asset("style.css"))
-    script = BEYOND.sub(lambda c: json.dumps(c[0])[1:-1], joined_scripts())
+    script = BEYOND.sub(lambda c: json.dumps(c[0])[1:-1], joined_scripts(shown))
     policy = [
         "default-src 'none'", f"script-src 'sha256-{_hash(script)}'", f"style-src 'sha256-{_hash(style)}'",
         "img-src data: blob:", "base-uri 'none'", "form-action 'none'", "require-trusted-types-for 'script'",
     ]  # fmt: skip
-    if value.get("live"):
+    if value.get("live") or value.get("studio"):
         policy.append("connect-src 'self'")  # only the served page asks its own server whether something is new
     # Titles as markup that shows them, ASCII only.
-    titles = {n: html.escape(one.title).encode("ascii", "xmlcharrefreplace").decode() for n, one in sections().items()}
+    titles = {n: html.escape(one.title).encode("ascii", "xmlcharrefreplace").decode() for n, one in shown.items()}
     parts = {
         "POLICY": "; ".join(policy), "STYLE": style, "SCRIPT": script, "DATA": embed(value),
         "LINKS": "\n    ".join(f'<a href="#{name}">{title}</a>' for name, title in titles.items()),
-        "SECTIONS": "\n  ".join(f'<section id="{n}" aria-labelledby="{n}-title"></section>' for n in sections()),
+        "SECTIONS": "\n  ".join(f'<section id="{n}" aria-labelledby="{n}-title"></section>' for n in shown),
     }  # fmt: skip
     # One pass: nothing that was put in is looked at again.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], asset("template.html"))
@@ -62,7 +69,7 @@ def embed(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def scripts() -> dict[str, str]:
+def scripts(shown: dict[str, Section] | None = None) -> dict[str, str]:
     """Every script of the page by its name, each after those it imports: the sections' own, then main.js."""
     found: dict[str, str] = {}
     seen = set()
@@ -74,16 +81,16 @@ def scripts() -> dict[str, str]:
                 add(needed, asset(needed))
         found[name] = text
 
-    for name, section in sections().items():
+    for name, section in (shown or sections()).items():
         add(f"{name}.js", section.source())
     add("main.js", asset("main.js"))
     return found
 
 
-def joined_scripts() -> str:
+def joined_scripts(shown: dict[str, Section] | None = None) -> str:
     """All modules as one, in order."""
     parts, homes = [], dict[str, str]()
-    for name, text in scripts().items():
+    for name, text in scripts(shown).items():
         text = IMPORT.sub("", text)
         if re.search(r"^\s*import\b", text, re.M):
             raise ValueError(f'{name}: import lines must have the form: import {{ a, b }} from "./file.js";')

@@ -3,7 +3,8 @@
 1. One pass through `Decoder.run`, whose weights can be masked: a closed gate carries nothing, and a silenced head has
    all its gates closed. Where gates renormalise, the open ones share what a closed one had.
 2. What the picture predicts is first order: the gradient of the answer's log-odds, log p - log(1 - p), with respect to
-   the mask, summed over what was closed. Log-odds do not saturate where the model is sure, as log p does. A scaled feature adds its direct and indirect share in the frozen model (features.py).
+   the mask, summed over what was closed. Log-odds do not saturate where the model is sure, as log p does.
+   A scaled feature adds its direct and indirect share in the frozen model (features.py).
 3. What happens is measured: the model is run again.
 """
 

@@ -1,0 +1,248 @@
+"""What the studio's page may ask, and the answers: plain JSON values in and out. The server around it is server.py."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..reporting import build_page, payload
+from ..reporting.page import only
+from ..runs.run import Run, one_line
+from ..tasks.registry import Pair
+from .session import Session
+from .worker import Job, Worker
+
+MOST_TEXT = 4000  # characters of a prompt
+Say = Callable[[str], None]
+Body = dict[str, Any]
+
+
+class Studio:
+    """The models (once they are loaded), the worker that runs them, and what was kept."""
+
+    def __init__(self, source: "str | Path | Run | None", prepare: Callable[[Say], Path] | None = None):
+        """prepare: makes the Run that is opened, where no source is named."""
+        self.worker = Worker()
+        self.models: Any = None  # a models.Models; torch is imported in the worker, the page comes at once
+        self.features: Any = None
+        self.session = Session(None)
+        self.state, self.message = "preparing", "starting"
+        self._page: tuple[str, str] = ("", "")
+        self._source, self._prepare = source, prepare
+        self.worker.start("open", self._open)
+
+    def _open(self, job: Job) -> None:
+        def say(text: str) -> None:
+            self.message = text
+
+        try:
+            say("importing torch")
+            from .features import Features
+            from .models import Models
+
+            source = self._prepare(say) if self._source is None and self._prepare else self._source
+            assert source is not None
+            self.models = Models.open(source, say)
+            self.features, self.session = Features(self.models), Session(self.models.run)
+            self.state, self.message = "ready", ""
+        except Exception as error:
+            self.state, self.message = "failed", one_line(error, 400)
+
+    # ---- the page ----
+
+    def page(self) -> str:
+        """The report's page with the studio first; without a Run, the studio alone."""
+        run = self.models.run if self.models is not None else None
+        stamp = f"{self.state} {len(self.session.rows['kept'])} {self._finished()}"
+        if self._page[0] != stamp:
+            told: dict[str, Any] = {"state": self.state, "stamp": stamp}
+            if run is None:
+                value: Any = {"runs": [{"studio": None, "commands": {}}], "live": False, "studio": told}
+                self._page = (stamp, build_page(value, only("studio")))
+            else:
+                value = {**payload([run]), "studio": told}
+                self._page = (stamp, build_page(value, only("studio", first=True)))
+        return self._page[1]
+
+    def _finished(self) -> int:
+        return sum(job.state == "done" for job in self.worker.latest)
+
+    # ---- questions ----
+
+    def status(self) -> dict[str, Any]:
+        told: dict[str, Any] = {"state": self.state, "message": self.message, "kept": self.session.rows["kept"]}
+        told["jobs"] = [job.row() for job in self.worker.latest if job.kind != "open"]
+        if self.models is not None:
+            told |= self.models.describe() | {"run": None if self.models.run is None else self.models.run.path.name}
+        return told
+
+    def answer(self, verb: str, body: Body) -> Any:
+        """One of VERBS; runs in the worker."""
+        if self.state != "ready":
+            raise ValueError(f"the models are not there yet: {self.message}")
+        return VERBS[verb](self, body)
+
+    def look(self, body: Body) -> Any:
+        begun = time.perf_counter()
+        found = self.models.look(_text(body, "text"), _numbers(body, "more"), _maybe(body, "position"))
+        return found | {"seconds": time.perf_counter() - begun}
+
+    def effects(self, body: Body) -> Any:
+        role, question = self._question(body)
+        return {"edges": self.models.effects(role, question)}
+
+    def active(self, body: Body) -> Any:
+        return {"features": self.features.active(*self._question(body))}
+
+    def opened(self, body: Body) -> Any:
+        return self.features.opened(*self._question(body), _places(body, "edge", 4, one=True)[0])
+
+    def touch(self, body: Body) -> Any:
+        begun = time.perf_counter()
+        role, question = self._question(body)
+        changes = self._changes(body)
+        how = self.features if changes.scaled else self.models
+        return how.touch(role, question, changes) | {"seconds": time.perf_counter() - begun}
+
+    def keep(self, body: Body) -> Any:
+        """Measured again here: what is kept was never a number from the page."""
+        role, question = self._question(body)
+        found, changes = self.touch(body), self._changes(body)
+        member = self.models.member(role)
+        told = {
+            "role": role, "text": _text(body, "text"), "more": _numbers(body, "more"),
+            "tokens": member.pieces(question.ids),
+            "position": question.position, "answer": question.answer, "says": member.pieces([question.answer])[0],
+            "changes": {name: [list(place) for place in many] for name, many in changes._asdict().items()},
+        }  # fmt: skip
+        self.session.keep("experiment", told | found)
+        return {"kept": self.session.rows["kept"]}
+
+    def remove(self, body: Body) -> Any:
+        self.session.remove(_number(body, "index"))
+        return {"kept": self.session.rows["kept"]}
+
+    def export(self, body: Body) -> Any:
+        if self.models.run is None:
+            raise ValueError("there is no Run to write a report into; start the studio on a Run")
+        from ..serving.publish import report
+
+        path = report(self.models.run, say=lambda text: None)
+        return {"file": str(path.name), "folder": self.models.run.path.name}
+
+    # ---- jobs ----
+
+    def start(self, verb: str, body: Body) -> Any:
+        if self.state != "ready":
+            raise ValueError(f"the models are not there yet: {self.message}")
+        if verb == "discover":
+            pair = Pair(_text(body, "clean"), _text(body, "corrupted"), _text(body, "answer"), _text(body, "wrong", ""))
+            role = _text(body, "role")
+            self.models.member(role)
+            return self.worker.start("discover", lambda job: self._discover(role, pair)).row()
+        role, text, target = _text(body, "role"), _text(body, "text"), _text(body, "target", "") or None
+        self.features.transcoder(role)
+        if self.models.run is None:
+            raise ValueError("a trace is kept in a Run; start the studio on one")
+        return self.worker.start("trace", lambda job: self._trace(job, role, text, target)).row()
+
+    def _discover(self, role: str, pair: Pair) -> Any:
+        from .circuit import circuit
+
+        if self.models.filled:
+            pair = Pair(pair.clean, pair.corrupted, pair.answer, pair.wrong, filled=True)
+        found = circuit(self.models, role, pair, self.worker.step)
+        self.session.keep("circuit", found)
+        return found
+
+    def _trace(self, job: Job, role: str, text: str, target: str | None) -> Any:
+        from ..attribution.trace import trace
+        from ..config import Trace
+
+        def model(role: str) -> Any:
+            member = self.models.member(role)
+            return (member.decoder.model, member.words.tokenizer), self.features.transcoder(role)
+
+        def told(words: str) -> None:
+            job.message = "measuring"
+            self.worker.step(job.done, job.of)
+
+        others = [name for name in ("dense", "sparse") if name != role and name in self.models.members]
+        against = model(others[0]) if others and self.models.members[others[0]].transcoder else None
+        number = 1 + sum(1 for _ in self.models.run.path.glob("trace-studio-*"))
+        folder = self.models.run.path / f"trace-studio-{number}"
+        names = [role, *others][: 1 if against is None else 2]
+        trace(
+            *model(role), text, target, against=against, names=names, out=folder, say=told, step=self.worker.step,
+            settings=Trace(budget=300, checks=10),
+        )  # fmt: skip
+        return {"folder": folder.name, "prompt": text}
+
+    def cancel(self, body: Body) -> Any:
+        self.worker.cancel(_number(body, "number"))
+        return {}
+
+    # ---- what a request says ----
+
+    def _question(self, body: Body) -> tuple[str, Any]:
+        role = _text(body, "role")
+        place = (_number(body, "answer"), _maybe(body, "position"), _numbers(body, "more"))
+        return role, self.models.question(role, _text(body, "text"), *place)
+
+    def _changes(self, body: Body) -> Any:
+        from .models import Changes
+
+        closed, silenced = _places(body, "closed", 4), _places(body, "silenced", 2)
+        return Changes(closed, silenced, _places(body, "scaled", 4, factor=True))
+
+
+VERBS: dict[str, Callable[[Studio, Body], Any]] = {
+    "look": Studio.look, "effects": Studio.effects, "active": Studio.active, "opened": Studio.opened,
+    "touch": Studio.touch, "keep": Studio.keep, "remove": Studio.remove, "export": Studio.export,
+}  # fmt: skip
+JOBS = ("discover", "trace")
+
+
+def _text(body: Body, name: str, missing: str | None = None) -> str:
+    value = body.get(name, missing)
+    if not isinstance(value, str) or len(value) > MOST_TEXT:
+        raise ValueError(f"{name}: expected a text of at most {MOST_TEXT} characters")
+    return value
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _number(body: Body, name: str) -> int:
+    value = body.get(name)
+    if not _whole(value):
+        raise ValueError(f"{name}: expected a whole number")
+    return int(value)  # type: ignore[arg-type]
+
+
+def _maybe(body: Body, name: str) -> int | None:
+    return None if body.get(name) is None else _number(body, name)
+
+
+def _numbers(body: Body, name: str) -> list[int]:
+    value = body.get(name) or []
+    if not isinstance(value, list) or len(value) > 256 or not all(map(_whole, value)):
+        raise ValueError(f"{name}: expected a list of whole numbers")
+    return value
+
+
+def _places(body: Body, name: str, size: int, factor: bool = False, one: bool = False) -> tuple[Any, ...]:
+    """Lists of `size` whole numbers; with `factor` the last is a number between -10 and 10."""
+    value = [body.get(name)] if one else body.get(name) or []
+    if not isinstance(value, list) or len(value) > 400:
+        raise ValueError(f"{name}: expected at most 400 places")
+    for place in value:
+        whole = place[: size - factor] if isinstance(place, list) and len(place) == size else [None]
+        if not all(map(_whole, whole)) or (factor and not _factor(place[-1])):
+            raise ValueError(f"{name}: expected places of {size} numbers each")
+    return tuple(tuple(place) for place in value)
+
+
+def _factor(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -10 <= value <= 10

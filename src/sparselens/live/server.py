@@ -1,0 +1,232 @@
+"""The studio's server: on this machine only, for whoever has its address, and for nothing else.
+
+- Listens on 127.0.0.1. The address holds a random token; without it every path is 404.
+- Host must be this machine's own name (a web page that points its name here is refused), Origin the page's own.
+- Bodies are JSON of at most 64 KiB and arrive within 10 s; answers are taken within 30 s; 64 connections at once.
+- No path, name or text from a request is ever opened, run or shown as markup.
+"""
+
+import asyncio
+import hmac
+import json
+import secrets
+import socket
+import webbrowser
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..runs.run import Run, one_line
+from .app import JOBS, VERBS, Studio
+from .worker import Busy
+
+MOST_BYTES = 64 * 1024
+ARRIVES, TAKEN = 10.0, 30.0  # seconds for a request to arrive, and for its answer to be computed and taken
+CONNECTIONS = 64
+HEADERS = {
+    "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
+    "X-Frame-Options": "DENY", "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Content-Security-Policy": "frame-ancestors 'none'",  # the page's own, much stricter one stands in the page
+}  # fmt: skip
+
+
+class Refused(Exception):
+    def __init__(self, status: int, text: str):
+        super().__init__(text)
+        self.status = status
+
+
+def make_app(studio: Studio, token: str) -> Any:
+    """The ASGI application."""
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import HTMLResponse, JSONResponse, Response
+    from starlette.routing import Route
+
+    async def body_of(request: Request) -> dict[str, Any]:
+        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            raise Refused(415, "expected application/json")
+        content = b""
+        try:
+            async with asyncio.timeout(ARRIVES):
+                async for part in request.stream():
+                    content += part
+                    if len(content) > MOST_BYTES:
+                        raise Refused(413, f"a request has at most {MOST_BYTES} bytes")
+        except TimeoutError:
+            raise Refused(408, "the request took too long to arrive") from None
+        try:
+            found = json.loads(content)
+        except (ValueError, RecursionError):
+            raise Refused(400, "expected JSON") from None
+        if not isinstance(found, dict):
+            raise Refused(400, "expected a JSON object")
+        return found
+
+    async def page(request: Request) -> Response:
+        check(request)
+        return HTMLResponse(await asyncio.to_thread(studio.page))
+
+    async def status(request: Request) -> Response:
+        check(request)
+        return JSONResponse(studio.status())
+
+    async def ask(request: Request) -> Response:
+        check(request)
+        verb = request.path_params["verb"]
+        if verb not in VERBS and verb not in JOBS and verb != "cancel":
+            raise Refused(404, "there is no such question")
+        body = await body_of(request)
+        if verb == "cancel":
+            return JSONResponse(studio.cancel(body))
+        if verb in JOBS:
+            return JSONResponse(studio.start(verb, body))
+        answer = studio.worker.ask(lambda: studio.answer(verb, body))
+        try:
+            return JSONResponse(await asyncio.wrap_future(answer))
+        finally:
+            answer.cancel()  # whoever asked may have gone
+
+    def check(request: Request) -> None:
+        host = request.headers.get("host", "")
+        if host.rpartition(":")[0] not in ("127.0.0.1", "localhost"):
+            raise Refused(403, "this server answers to 127.0.0.1 only")
+        origin = request.headers.get("origin")
+        if origin is not None and origin != f"http://{host}":
+            raise Refused(403, "only the studio's own page may ask")
+        if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            raise Refused(403, "only the studio's own page may ask")
+        if not hmac.compare_digest(request.path_params["token"].encode(), token.encode()):
+            raise Refused(404, "not here")
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        status_code = error.status if isinstance(error, Refused) else 503 if isinstance(error, Busy) else 400
+        return JSONResponse({"error": one_line(error, 400)}, status_code)
+
+    async def broken(request: Request, error: Exception) -> Response:
+        return JSONResponse({"error": f"something went wrong: {one_line(error, 300)}"}, 500)
+
+    routes = [
+        Route("/{token}/", page, methods=["GET"]),
+        Route("/{token}/api/status", status, methods=["GET"]),
+        Route("/{token}/api/{verb}", ask, methods=["POST"]),
+    ]
+    handlers: Any = {Refused: refuse, ValueError: refuse, Exception: broken}
+    return guarded(Starlette(routes=routes, exception_handlers=handlers))
+
+
+def guarded(app: Any) -> Any:
+    """The application with safe headers on every answer and an end to every request."""
+
+    async def run(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await app(scope, receive, send)
+
+        async def careful(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                extra = [(k.lower().encode(), v.encode()) for k, v in HEADERS.items()]
+                message = {**message, "headers": [*message["headers"], *extra]}
+            await send(message)
+
+        try:
+            async with asyncio.timeout(TAKEN):
+                await app(scope, receive, careful)
+        except TimeoutError:
+            transport = scope.get("extensions", {}).get("sparselens.close")
+            if transport is not None:
+                transport()
+
+    return run
+
+
+def protocol() -> type:
+    """uvicorn's HTTP protocol, for clients that say nothing, or say it one byte at a time, or do not listen."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Impatient(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._late = self.loop.call_later(ARRIVES, self._give_up)
+            # A client that does not read must not make us hold its answers: what lies in the buffer is bounded.
+            transport.set_write_buffer_limits(high=256 * 1024)
+
+        def data_received(self, data: bytes) -> None:
+            before = self.cycle
+            super().data_received(data)
+            if self.cycle is not before and self.cycle is not None:
+                self._late.cancel()
+                self.scope.setdefault("extensions", {})["sparselens.close"] = self.transport.abort
+                self._late = self.loop.call_later(ARRIVES + TAKEN, self._give_up)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._late.cancel()
+            if not self.transport.is_closing():
+                self._late = self.loop.call_later(ARRIVES, self._give_up)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._late.cancel()
+            super().connection_lost(exc)
+
+        def _give_up(self) -> None:
+            self.transport.abort()
+
+    return Impatient
+
+
+def listen(port: int) -> socket.socket:
+    if not 0 <= port <= 65535:
+        raise ValueError(f"port={port}: expected a number from 0 to 65535")
+    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind(("127.0.0.1", port))
+    except OSError as error:
+        found.close()
+        raise ValueError(f"cannot listen on port {port} ({error.strerror}); choose another with --port") from None
+    return found
+
+
+def make_server(studio: Studio, token: str) -> Any:
+    """A uvicorn server; run it with `server.run([listen(port)])`."""
+    import uvicorn
+
+    config = uvicorn.Config(
+        make_app(studio, token), http=protocol(), ws="none", lifespan="off", log_level="critical", access_log=False,
+        limit_concurrency=CONNECTIONS, timeout_keep_alive=5, timeout_graceful_shutdown=2, server_header=False,
+        h11_max_incomplete_event_size=16 * 1024, backlog=64, loop="asyncio",
+    )  # fmt: skip
+    return uvicorn.Server(config)
+
+
+def studio(
+    run: "str | Path | Run | None", port: int = 8766, *, browser: bool = True, say: Callable[[str], None] = print,
+    prepare: Callable[[Callable[[str], None]], Path] | None = None,
+) -> None:  # fmt: skip
+    """A live page over a Run (or a model's name or folder) on this machine, until Ctrl-C.
+
+    port: 0 takes any free one. browser: open it. prepare: makes the Run, where none is named.
+    """
+    check_extra()
+    if isinstance(run, str | Path) and Path(run).is_dir() and not (Path(run) / "config.json").is_file():
+        Run(run)  # a folder that is neither a Run nor a model is an error now, not in the page
+    at, token = listen(port), secrets.token_urlsafe(24)
+    live = Studio(run, prepare)
+    address = f"http://127.0.0.1:{at.getsockname()[1]}/{token}/"
+    say(f"{address}   (Ctrl-C stops it)")
+    if browser:
+        webbrowser.open(address)
+    try:
+        make_server(live, token).run([at])
+    finally:
+        live.worker.stop()
+        at.close()
+
+
+def check_extra() -> None:
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError:
+        raise ValueError("the studio needs two small packages: pip install 'sparselens[studio]'") from None
