@@ -13,7 +13,7 @@ _NAMES = {
     "data.registry": "register_data", "evaluation.export": "export push", "evaluation.side_by_side": "evaluate",
     "gating": "gated_attention", "models.architectures": "Architecture register_architecture",
     "models.loading": "add_gates load save", "runs.run": "Run", "serving.publish": "report",
-    "serving.serve": "studio", "tasks": "Pair Task register_task", "training.plan": "plan",
+    "live.server": "studio", "tasks": "Pair Task register_task", "training.plan": "plan",
     "training.sparsify": "sparsify", "transcoders.transcode": "transcode", "transcoders.transcoder": "Transcoder",
 }  # fmt: skip
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from .evaluation.export import export as export, push as push
     from .evaluation.side_by_side import evaluate as evaluate
     from .gating import gated_attention as gated_attention
+    from .live.server import studio as studio
     from .models.architectures import Architecture as Architecture, register_architecture as register_architecture
     from .models.loading import add_gates as add_gates, load as load, save as save
     from .runs.run import Run as Run
     from .serving.publish import report as report
-    from .serving.serve import studio as studio
     from .tasks import Pair as Pair, Task as Task, register_task as register_task
     from .training.plan import plan as plan
     from .training.sparsify import sparsify as sparsify

@@ -21,13 +21,13 @@ from ..tasks import find as find_task
 from .circuits import CompareCommand, DiscoverCommand
 from .features import TraceCommand, TranscodeCommand
 from .models import Bench, Demo, Evaluate, Export, PlanCommand, SparsifyCommand
-from .pages import Figures, ReportCommand
+from .pages import Figures, ReportCommand, StudioCommand
 
 Command = Callable[[], None]  # arguments, and what to do with them
 COMMANDS: dict[str, Callable[..., Command]] = {
     "demo": Demo, "sparsify": SparsifyCommand, "plan": PlanCommand, "evaluate": Evaluate, "discover": DiscoverCommand,
     "compare": CompareCommand, "transcode": TranscodeCommand, "trace": TraceCommand, "report": ReportCommand,
-    "figures": Figures, "export": Export, "bench": Bench,
+    "studio": StudioCommand, "figures": Figures, "export": Export, "bench": Bench,
 }  # fmt: skip
 DESCRIPTION = "Make a transformer's attention sparse without losing what it can do, and see what is left."
 

@@ -1,6 +1,9 @@
-"""What a Run looks like: report, figures."""
+"""What a Run looks like: report, studio, figures."""
 
 import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +38,42 @@ class ReportCommand:
 
         path = report(*self.runs, out=self.out, prompts=self.prompt)
         print(f"{path} ({path.stat().st_size / 1e6:.1f} MB): open it in a browser; it needs nothing else")
+
+
+@dataclasses.dataclass(frozen=True)
+class StudioCommand:
+    """A live page: type a prompt, close a gate, silence a head, and see what the answer does."""
+
+    run: Positional[str | None] = None
+    """Run folder, model folder or Hugging Face name. Without it: the demo's Run, made first if it is missing."""
+    port: int = 8766
+    """Port on this machine; 0 takes any free one."""
+    browser: bool = True
+    """Open it in the browser."""
+
+    def __call__(self) -> None:
+        from ..live.server import studio
+
+        demo = Path("runs/demo")
+        made = self.run is None and not (demo / "report.html").is_file()
+        run = self.run or (None if made else demo)
+        studio(run, self.port, browser=self.browser, prepare=(lambda say: _make_demo(demo, say)) if made else None)
+
+
+def _make_demo(out: Path, say: Callable[[str], None]) -> Path:
+    """`sparselens demo` in a process of its own; its last line is what the page shows."""
+    command = [sys.executable, "-m", "sparselens", "demo", "--out", str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        last = ""
+        try:
+            for line in process.stdout or ():
+                last = line.strip() or last
+                say(f"making the demo, a few minutes: {last}")
+        finally:
+            process.terminate()  # it goes on where it stopped when it is asked for again
+    if process.returncode:
+        raise ValueError(f"the demo could not be made: {last}")
+    return out
 
 
 @dataclasses.dataclass(frozen=True)

@@ -172,8 +172,9 @@ class Studio:
         number = 1 + sum(1 for _ in self.models.run.path.glob("trace-studio-*"))
         folder = self.models.run.path / f"trace-studio-{number}"
         names = [role, *others][: 1 if against is None else 2]
+        (loaded, coder) = model(role)
         trace(
-            *model(role), text, target, against=against, names=names, out=folder, say=told, step=self.worker.step,
+            loaded, coder, text, target, against=against, names=names, out=folder, say=told, step=self.worker.step,
             settings=Trace(budget=300, checks=10),
         )  # fmt: skip
         return {"folder": folder.name, "prompt": text}

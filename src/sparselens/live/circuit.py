@@ -73,4 +73,4 @@ def _fewest(
         middle = (low + high) // 2
         curve.append([float(middle), effect(middle)])
         low, high = (low, middle) if curve[-1][1] >= KEPT else (middle, high)
-    return high, dict(map(tuple, curve))[float(high)], sorted(curve)  # type: ignore[arg-type]
+    return high, next(f for n, f in curve if n == high), sorted(curve)

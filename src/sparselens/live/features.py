@@ -54,7 +54,8 @@ class Features:
         """How the normed end of the residual stream moves the answer's log-odds, [d_model]."""
         log_p = member.run(question.ids, at=[question.position]).log_p[0]
         log_p[question.answer] = -torch.inf
-        weight = member.decoder.model.get_output_embeddings().weight.float()
+        head: Any = member.decoder.model.get_output_embeddings()  # type: ignore[operator]
+        weight: torch.Tensor = head.weight.float()
         return weight[question.answer] - log_p.softmax(0) @ weight
 
     def active(self, role: str, question: Question) -> list[dict[str, Any]]:

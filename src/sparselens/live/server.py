@@ -121,7 +121,8 @@ def guarded(app: Any) -> Any:
 
     async def run(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
-            return await app(scope, receive, send)
+            await app(scope, receive, send)
+            return
 
         async def careful(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -156,7 +157,8 @@ def protocol() -> type:
             super().data_received(data)
             if self.cycle is not before and self.cycle is not None:
                 self._late.cancel()
-                self.scope.setdefault("extensions", {})["sparselens.close"] = self.transport.abort
+                scope: Any = self.scope
+                scope.setdefault("extensions", {})["sparselens.close"] = self.transport.abort
                 self._late = self.loop.call_later(ARRIVES + TAKEN, self._give_up)
 
         def on_response_complete(self) -> None:

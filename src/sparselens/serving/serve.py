@@ -27,14 +27,6 @@ def serve(runs: Sequence[Path], port: int = 8765, prompts: Sequence[str] = (), s
         server.server_close()
 
 
-def studio(run: str | Path | Run, port: int = 8765, *, say: Say = print) -> None:
-    """Serve the report of a Run on this machine until Ctrl-C; it reloads itself while the Run goes on.
-
-    port: 0 takes any free one.
-    """
-    serve([run.path if isinstance(run, Run) else Path(run)], port, say=say)
-
-
 def make_server(runs: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
     if not 0 <= port <= 65535:
         raise ValueError(f"port={port}: expected a number from 0 to 65535")

@@ -11,9 +11,9 @@ const place = (id) => document.getElementById(id);
 function show(index) {
   const run = report.runs[index];
   const others = report.runs.filter((_, i) => i !== index);
-  document.title = `${run.summary.title} – sparselens report`;
+  document.title = run.summary ? `${run.summary.title} – sparselens report` : "sparselens studio";
   showSections(run, others);
-  showProvenance(place("provenance"), report.runs);
+  if (run.summary) showProvenance(place("provenance"), report.runs);
 }
 
 function themeButton() {
@@ -53,7 +53,7 @@ function followScroll() {
     },
     { rootMargin: "-30% 0px -65% 0px" },
   );
-  for (const id of links.keys()) seen.observe(place(id));
+  for (const id of links.keys()) if (place(id)) seen.observe(place(id));
 }
 
 /** A served page asks its own server whether the Run has changed. A page from disk never asks anybody. */

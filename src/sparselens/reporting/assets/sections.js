@@ -8,5 +8,8 @@ export function section(name, show) {
 }
 
 export function showSections(run, others) {
-  for (const [name, show] of renderers) show(document.getElementById(name), run, others);
+  for (const [name, show] of renderers) {
+    const place = document.getElementById(name); // a studio without a Run has one section alone
+    if (place) show(place, run, others);
+  }
 }
