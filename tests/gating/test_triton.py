@@ -81,6 +81,9 @@ def test_gates_equal_in_forward_backward_and_every_tile_size():
     pattern, _ = gated_pattern(q.double(), k.double(), bias.double(), sample=True, seed=3)
     assert (gates != pattern.gate).float().mean() < 1e-4
     assert not torch.equal(gates, gates_of_forward(case, 4))
+    in_memory = torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    assert torch.equal(gates, gates_of_forward(case, in_memory))
+    assert torch.equal(gates, gates_of_backward(case, in_memory, small))
 
 
 @direct
@@ -166,4 +169,5 @@ def test_operator_registrations():
     op = torch.ops.sparselens.gated_attention.default
     documents = torch.ones(1, 12, dtype=torch.int32, device=DEVICE)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(op, (q, k, v, bias, documents, 0.25, True, 0, True, 7), test_utils=tests)
+    seed = torch.tensor([7], dtype=torch.int32, device=DEVICE)
+    torch.library.opcheck(op, (q, k, v, bias, documents, 0.25, True, 0, True, seed), test_utils=tests)

@@ -22,8 +22,8 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 def gated_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float, scale: float | None = None, causal: bool = True,
-    mask: Tensor | None = None, sample: bool = False, seed: int = 0, normalise: str = "all", backend: str = "auto", *,
-    window: int | None = None, softcap: float | None = None,
+    mask: Tensor | None = None, sample: bool = False, seed: int | Tensor = 0, normalise: str = "all",
+    backend: str = "auto", *, window: int | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention whose edges open and close: (out [batch, n_heads, queries, d_head], edges [batch, n_heads] fp32).
 
@@ -32,6 +32,7 @@ def gated_attention(
     scale: multiplies Q K^T; None is 1/sqrt(d_head).
     mask: [batch, keys] document number of each token (0 = padding), or bool [batch, heads or 1, queries, keys].
     sample: draw gates with probability sigmoid(G) from `seed`; otherwise a gate is open where G > 0.
+    seed: any int, of which 32 bits count; or an integer tensor of one number, which a compiled graph reads anew.
     normalise: "all" keeps the softmax over every allowed key; "open" renormalises over open ones.
     window: a query sees its last `window` keys, itself included. softcap: logits become softcap * tanh(logits/softcap).
     backend: "auto" and "triton" use the fused kernel where it can do the call, and the reference where it cannot.

@@ -3,9 +3,10 @@
     sparselens::gated_attention           (q, k, v, bias, documents, ...) -> out, edges, lse
     sparselens::gated_attention_backward  (gradients, saved tensors, ...) -> dq, dk, dv, dbias
 
-CUDA runs the Triton kernels. The CPU registration runs the same kernels under Triton's interpreter when
-TRITON_INTERPRET=1 (that is how CI tests them) and the reference otherwise. Saved for the backward pass: the inputs,
-out, lse and the seed; nothing with queries x keys elements.
+The seed is a tensor of one number, so that one traced graph serves every step. CUDA runs the Triton kernels. The CPU
+registration runs the same kernels under Triton's interpreter when TRITON_INTERPRET=1 (that is how CI tests them) and
+the reference otherwise. Saved for the backward pass: the inputs, out, lse and the seed;
+nothing with queries x keys elements.
 """
 
 import os
@@ -15,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .reference import PatternOptions, gated_attention_reference
+from .reference import PatternOptions, gated_attention_reference, signed
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? documents, {}"
-    "float scale, bool causal, SymInt window, bool sample, SymInt seed"
+    "float scale, bool causal, SymInt window, bool sample, Tensor seed"
 )
 torch.library.define(
     "sparselens::gated_attention", f"({_ARGUMENTS.format('')}) -> (Tensor out, Tensor edges, Tensor lse)"
@@ -57,7 +58,7 @@ def _backward_fused(dout: Tensor, *arguments: Any) -> Backward:
 
 
 def _options(
-    documents: Tensor | None, scale: float, causal: bool, window: int, sample: bool, seed: int
+    documents: Tensor | None, scale: float, causal: bool, window: int, sample: bool, seed: Tensor
 ) -> PatternOptions:
     """The operator's arguments by the reference's names; its window is 0 for none."""
     return {
@@ -134,11 +135,13 @@ class _Eager(torch.autograd.Function):
 
 def fused_gated_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, documents: Tensor | None, scale: float, causal: bool,
-    window: int | None, sample: bool, seed: int,
+    window: int | None, sample: bool, seed: int | Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, edges) by the fused kernels. bias: fp32 [n_heads]; documents: int32 [batch, keys] or None."""
-    arguments = (q, k, v, bias, documents, scale, causal, window or 0, sample, seed)
+    arguments = (q, k, v, bias, documents, scale, causal, window or 0, sample)
     if q.is_cuda and type(q) is Tensor and not torch.compiler.is_compiling():
-        return _Eager.apply(*arguments)  # type: ignore[no-any-return,no-untyped-call]
-    out, edges, _ = torch.ops.sparselens.gated_attention(*arguments)
+        return _Eager.apply(*arguments, seed)  # type: ignore[no-any-return,no-untyped-call]
+    if not isinstance(seed, Tensor):
+        seed = torch.full((1,), signed(seed), dtype=torch.int32, device=q.device)
+    out, edges, _ = torch.ops.sparselens.gated_attention(*arguments, seed)
     return out, edges

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .reference import kernel_seed
 from .triton_tile import (
     FUSED,
     LOG2E,
@@ -35,7 +36,7 @@ from .triton_tile import (
     load_tile,
     reciprocal,
     row_keys,
-    signed_seed,
+    seed_of,
     unit_stride,
 )
 
@@ -157,6 +158,7 @@ def forward_kernel(
     stride_ob, stride_oh, stride_on, n_heads, group, queries, keys, window,
     D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr, SAMPLE: tl.constexpr, ANY_RANGE: tl.constexpr,
+    SEED_IN_MEMORY: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head: out, log2 of the row sums of w, and this block's share of the edges."""
     # The last queries see the most keys: start them first, so that no long block is left alone at the end.
@@ -173,7 +175,7 @@ def forward_kernel(
     column = tl.arange(0, BLOCK_D)
     q = load_tile(QUERY, row, column, stride_qn, queries, D, BLOCK_D, True)
     bias = tl.load(BIAS + head) * LOG2E
-    slope, offset = row_keys(seed, batch_head, position)
+    slope, offset = row_keys(seed_of(seed, SEED_IN_MEMORY), batch_head, position)
     lo, hi, full_lo, full_hi = key_range(
         tile * M, M, N, queries, keys, window, BOUNDS, batch, tile, CAUSAL, WINDOW, DOCS
     )
@@ -234,11 +236,11 @@ def forward_config(d_head: int, dtype: torch.dtype) -> dict[str, int]:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, documents: Tensor | None, scale: float, causal: bool,
-    window: int, sample: bool, seed: int, config: dict[str, int] | None = None,
+    window: int, sample: bool, seed: int | Tensor, config: dict[str, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(out like q, edges [batch, n_heads] fp32, log2 row sums of w [batch, n_heads, queries] fp32).
 
-    bias: fp32 [n_heads]. documents: int32 [batch, keys] or None. window: 0 for none.
+    bias: fp32 [n_heads]. documents: int32 [batch, keys] or None. window: 0 for none. seed: an int, or a tensor of one.
     """
     batch, n_heads, queries, d_head = q.shape
     n_kv_heads, keys = k.shape[1:3]
@@ -254,10 +256,11 @@ def forward(
     launch(
         forward_kernel, (tiles, batch * n_heads),
         (q, k, v, bias, documents, bounds, column_key_table(keys, q.device), out, lse, edges),
-        (scale * LOG2E.value, signed_seed(seed)),
+        (scale * LOG2E.value, kernel_seed(seed)),
         (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], n_heads, n_heads // n_kv_heads, queries,
          keys, window),
-        (d_head, block_of(d_head), M, N, causal, window > 0, documents is not None, sample, any_range),
+        (d_head, block_of(d_head), M, N, causal, window > 0, documents is not None, sample, any_range,
+         isinstance(seed, Tensor)),
         **FUSED, **config,
     )  # fmt: skip
     return out, edges.sum(-1), lse  # blocks' shares, added in a fixed order

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .reference import kernel_seed
 from .triton_tile import (
     FUSED,
     LOG2E,
@@ -33,7 +34,7 @@ from .triton_tile import (
     load_tile,
     reciprocal,
     row_keys,
-    signed_seed,
+    seed_of,
     unit_stride,
 )
 
@@ -43,6 +44,7 @@ def rows_kernel(
     OUT, DOUT, LSE, ROWS, WIDE, seed, stride_ob, stride_oh, stride_on, stride_gb, stride_gh, stride_gn,
     n_heads, queries, keys, total,
     D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, SAMPLE: tl.constexpr,
+    SEED_IN_MEMORY: tl.constexpr,
 ):  # fmt: skip
     """What the main pass needs of each query, and which heads are wide (have row sums beyond the short path).
 
@@ -61,7 +63,7 @@ def rows_kernel(
     tl.store(ROWS + here, tl.sum(out * dout, 1), row < queries)
     tl.store(ROWS + total + here, tl.exp2(-lse), row < queries)
     if SAMPLE:
-        slope, offset = row_keys(seed, batch_head, row + (keys - queries))
+        slope, offset = row_keys(seed_of(seed, SEED_IN_MEMORY), batch_head, row + (keys - queries))
         tl.store(ROWS + 2 * total + here, slope.to(tl.float32, bitcast=True), row < queries)
         tl.store(ROWS + 3 * total + here, offset.to(tl.float32, bitcast=True), row < queries)
     outside = (lse < float("inf")) & ((lse < tl.log2(SUM_MIN)) | (lse > tl.log2(SUM_MAX)))
@@ -265,7 +267,7 @@ def backward_config(d_head: int, dtype: torch.dtype) -> dict[str, int]:
 
 def backward(
     dout: Tensor, dedges: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, documents: Tensor | None,
-    out: Tensor, lse: Tensor, scale: float, causal: bool, window: int, sample: bool, seed: int,
+    out: Tensor, lse: Tensor, scale: float, causal: bool, window: int, sample: bool, seed: int | Tensor,
     config: dict[str, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dbias) for gradients `dout` at out and `dedges` [batch, n_heads] at edges; rest as in `forward`."""
@@ -284,8 +286,9 @@ def backward(
     wide = accumulated[total * d_head :]
     rows = torch.empty(4, total, dtype=torch.float32, device=device)
     launch(
-        rows_kernel, (ceil_div(queries, 64), heads), (out, dout, lse, rows, wide), (signed_seed(seed),),
-        (*out.stride()[:3], *dout.stride()[:3], n_heads, queries, keys, total), (d_head, block_d, 64, sample),
+        rows_kernel, (ceil_div(queries, 64), heads), (out, dout, lse, rows, wide), (kernel_seed(seed),),
+        (*out.stride()[:3], *dout.stride()[:3], n_heads, queries, keys, total),
+        (d_head, block_d, 64, sample, isinstance(seed, Tensor)),
         num_warps=4,
     )  # fmt: skip
 
