@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from sparselens.gating import dense_attention
 from sparselens.gating.op import fused_gated_attention
 from sparselens.gating.reference import gated_attention_reference
 
@@ -38,4 +39,23 @@ def test_shapes_without_numbers():
         assert (out.shape, edges.shape, lse.shape) == ((2, 4, 6, 8), (2, 4), (2, 4, 6))
         assert edges.dtype == lse.dtype == torch.float32
         found = torch.ops.sparselens.gated_attention_backward(out, edges, q, k, k, bias, None, out, lse, *options)
-        assert [t.shape for t in found] == [q.shape, k.shape, k.shape, bias.shape]
+        assert [t.shape for t in found] == [q.shape, q.shape, q.shape, (2, 4)], (
+            "of every query head, before the last sums"
+        )
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("window, documents", [(None, None), (3, DOCUMENTS)])
+def test_without_a_bias_it_is_dense_attention(kv_heads, window, documents):
+    """As gates that are all open, values and gradients, padding included."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 4, 6, 8), (2, kv_heads, 6, 8), (2, kv_heads, 6, 8))
+    inputs = [torch.randn(*shape, generator=generator).requires_grad_() for shape in shapes]
+    gradient = torch.randn(2, 4, 6, 8, generator=generator)
+    found = fused_gated_attention(*inputs, None, documents, 0.3, True, window, False, 0)[0]
+    wanted = gated_attention_reference(*inputs, 1e4, scale=0.3, window=window, mask=documents)[0]
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(dense_attention(*inputs, 0.3, mask=documents, window=window), wanted)
+    ours, theirs = (torch.autograd.grad(out, inputs, gradient) for out in (found, wanted))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)

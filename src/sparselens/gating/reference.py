@@ -156,6 +156,20 @@ def gated_attention_reference(
     return out.to(v.dtype), edges
 
 
+def dense_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, causal: bool, window: int
+) -> Tensor:
+    """Attention without gates over the same pairs; a row without any pair is zero. window: 0 for none."""
+    pairs = allowed_pairs(
+        q.shape[2], k.shape[2], causal=causal, window=window or None, mask=documents, device=q.device
+    )  # fmt: skip
+    exists = pairs.any(-1, keepdim=True)
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=pairs | ~exists, scale=scale)
+    return torch.where(exists, out, 0.0)
+
+
 def signed(word: int) -> int:
     """The int32 with the same bits as this unsigned 32-bit word."""
     word &= 0xFFFFFFFF

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from ..gating import PatternOptions, gated_attention, gated_pattern
+from ..gating import PatternOptions, dense_attention, gated_attention, gated_pattern
 from ..gating.reference import kernel_seed, later_seed, layer_seed
 from .architectures import architecture, attention_modules, base_model, dimensions
 
 NAME = "sparselens"
+UNGATED = "sparselens-ungated"  # the same kernels for a dense model; no folder ever says so
 DENSE_SHARE = 0.25  # |attention output| / |values| in a dense model: 0.2 to 0.6 in Gemma-3-270m
 LEAST_FACTOR = 1e-3  # where nothing is left the norm's own epsilon, usually 1e-6, bounds its gradient at 1e3
 
@@ -228,5 +229,20 @@ def _causal_pairs(queries: int, keys: int, window: int | None, device: torch.dev
         return count_pairs(None, queries, keys, window, device).to(dtype)[:, None]
 
 
+def dense_attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, sliding_window: int | None = None, dropout: float = 0.0, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """A dense model's attention by the kernels of the sparse one: for training, where documents are packed."""
+    if getattr(module, "gate_bias", None) is not None:
+        raise ValueError(f"this attention has gates; {UNGATED!r} would open all of them")
+    if dropout or (attention_mask is not None and attention_mask.ndim == 4):
+        raise ValueError(f"{UNGATED!r} has no dropout and no mask of queries x keys")
+    out = dense_attention(query, key, value, scaling, mask=attention_mask, window=sliding_window)
+    return out.transpose(1, 2), None
+
+
 AttentionInterface.register(NAME, gated_attention_forward)
 AttentionMaskInterface.register(NAME, document_mask)
+AttentionInterface.register(UNGATED, dense_attention_forward)
+AttentionMaskInterface.register(UNGATED, document_mask)

@@ -79,6 +79,7 @@ class Stage(Trainee):
     density: float = 0.0  # of the last step
     kept: dict[str, Tensor] | None = None  # the best state so far, until the next checkpoint writes it
     ahead: tuple[tuple[int, int], dict[str, Tensor]] | None = None  # sequences made before they were asked for
+    taught: Tensor | None = None  # what the teacher's pass over them gave, head left out
 
     def __post_init__(self) -> None:
         self.runner = self.model
@@ -102,28 +103,36 @@ class Stage(Trainee):
         options = {"enabled": in_bf16(self.settings.precision), "cache_enabled": not distributed.sharded()}
         return torch.autocast(distributed.device(), torch.bfloat16, **options)
 
-    def gradients(self) -> tuple[float, int]:
+    def gradients(self) -> tuple[Tensor, int]:
         while (found := accumulate(self)) is None:
             self.optimizer.zero_grad(set_to_none=True)
             self.micro = smaller(self)
-        loss, self.density = found
-        return loss, self.settings.batch * self.batches.length
+        return found, self.settings.batch * self.batches.length
 
     def next_batch(self, first: int, count: int) -> dict[str, Tensor]:
         """Training sequences first ... first + count - 1, where the model is."""
         where, batch = self.ahead or (None, {})
-        if where != (first, count):
-            batch = self.batches.train(first, count)
         self.ahead = None
-        return {name: value.to(distributed.device(), non_blocking=True) for name, value in batch.items()}
+        if where == (first, count):
+            return batch
+        self.taught = None  # of other sequences
+        made = self.batches.train(first, count)
+        return {name: value.to(distributed.device()) for name, value in made.items()}
 
-    def look_ahead(self, first: int, count: int) -> None:
-        """Make sequences that will be asked for next."""
-        if torch.cuda.is_available():  # a CPU has nothing to do meanwhile
-            batch = self.batches.train(first, count)
-            self.ahead = (first, count), {name: value.pin_memory() for name, value in batch.items()}
+    def meanwhile(self) -> None:
+        """The next step's first sequences, and what the teacher says of them: neither depends on the step at hand."""
+        if not torch.cuda.is_available():  # a CPU has nothing to do meanwhile
+            return
+        first = self.progress.data + self.settings.batch + distributed.rank() * self.micro
+        made = self.batches.train(first, self.micro)
+        batch = {name: value.pin_memory().to("cuda", non_blocking=True) for name, value in made.items()}
+        self.ahead = (first, self.micro), batch
+        if self.teacher is not None and (head := plain_head(self.teacher)) is not None:
+            with torch.no_grad(), self.autocast():
+                self.taught = forward(self.teacher, batch, head=head).logits
 
-    def stepped(self, loss: float, tokens: int, seconds: float) -> MetricsLine:
+    def stepped(self, numbers: list[float], tokens: int, seconds: float) -> MetricsLine:
+        loss, self.density = numbers
         if self.constraint is None:
             return {}
         self.constraint.step(loss, self.density, (self.progress.step - 1) / self.settings.steps)
@@ -224,8 +233,8 @@ def tracker(stage: Stage) -> Iterator[Callable[[MetricsLine], None] | None]:
             one.finish()
 
 
-def accumulate(stage: Stage) -> tuple[float, float] | None:
-    """Gradients of one step, `micro` sequences at a time: (loss, density), or None where the memory was not enough.
+def accumulate(stage: Stage) -> Tensor | None:
+    """Gradients of one step, `micro` sequences at a time: [loss, density], or None where the memory was not enough.
 
     A sequence draws the same gates wherever the batch is cut. (Loss and density are means over the parts: with packed
     documents, of which each part has other ones, their size changes the density in its fourth digit.)
@@ -233,7 +242,7 @@ def accumulate(stage: Stage) -> tuple[float, float] | None:
     """
     settings, progress, micro = stage.settings, stage.progress, stage.micro
     sample = stage.constraint is not None and stage.constraint.sampled(progress.step / settings.steps)
-    found: list[Tensor] = []  # [loss, density] of each part, read when all of them are on their way
+    total = torch.zeros(2, dtype=torch.float64, device=distributed.device())  # loss, density; read later
     round_size = micro * distributed.world()
     chunks = settings.batch // round_size
     seed = seed_of(settings.seed, progress.step)
@@ -245,16 +254,13 @@ def accumulate(stage: Stage) -> tuple[float, float] | None:
                     loss, density = loss_and_density(stage, batch, (seed, first), sample)
                 objective = stage.constraint.objective(loss, density) if stage.constraint else loss
                 (objective / chunks).backward()
-            found.append(torch.stack([loss.detach().double(), density.detach().double()]))
-        stage.look_ahead(progress.data + settings.batch + distributed.rank() * micro, micro)  # the GPU is still at work
+            total += torch.stack([loss.detach().double(), density.detach().double()]) / chunks
     except (RuntimeError, MemoryError) as error:
         # One process of several cannot do its part again alone: the others wait for it in the middle of theirs.
         if not out_of_memory(error) or distributed.world() > 1:
             raise
         return None  # not from here: the traceback holds the tensors that were too many
-    sums = [sum(value / chunks for value in column) for column in zip(*torch.stack(found).tolist(), strict=True)]
-    means = distributed.mean(torch.tensor(sums, dtype=torch.float64))
-    return means[0].item(), means[1].item()
+    return distributed.mean(total)
 
 
 def seed_of(seed: int, step: int) -> int:
@@ -294,8 +300,10 @@ def loss_and_density(
         base_head = plain_head(stage.teacher)
         head = None if base_head is None else head
     output = forward(stage.runner, batch, head=head, sample=sample, seed=seed)
-    reference = None
-    if stage.teacher is not None:
+    reference, stage.taught = stage.taught, None
+    if head is None or base_head is None:
+        reference = None
+    if reference is None and stage.teacher is not None:
         with torch.no_grad():
             reference = forward(stage.teacher, batch, head=base_head).logits
     if head is not None:
