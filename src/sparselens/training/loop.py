@@ -198,7 +198,7 @@ def tracker(stage: Stage) -> Iterator[Callable[[MetricsLine], None] | None]:
         return
     from accelerate import Accelerator
 
-    on_cpu = distributed.world() > 1 and not torch.cuda.is_available()
+    on_cpu = distributed.world() > 1 and distributed.device() == "cpu"
     accelerator = Accelerator(log_with=stage.settings.tracker, project_dir=str(stage.folder), cpu=on_cpu)
     accelerator.init_trackers("sparselens", config={"stage": stage.name})
     try:
