@@ -1,8 +1,11 @@
 """How transformers is asked for a model: safely, quietly, and without waiting for a hub that does not answer."""
 
+import functools
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +16,27 @@ from ..runs.run import one_line
 
 SAFE: Any = {"trust_remote_code": False}  # said aloud: left open, transformers asks the user to run a stranger's code
 PATIENCE = 3  # seconds to wait for the hub
+
+
+# Oldest and newest that our tests have run with (docs/install.md). Older ones lack what we call.
+TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.23")}
+
+
+@functools.cache
+def check_versions() -> None:
+    """ValueError for versions that are too old, a warning for ones that are newer than what was tested; once."""
+    for package, (oldest, newest) in TESTED.items():
+        found = version(package)
+        if _number(found) < _number(oldest):
+            raise ValueError(f"{package} {found} is too old: sparselens needs {oldest}; pip install -U {package}")
+        if _number(found) > _number(newest):
+            text = f"{package} {found} is newer than what sparselens was tested with ({oldest} to {newest})"
+            warnings.warn(f"{text}; `sparselens parity` says whether logits are still the same", stacklevel=3)
+
+
+def _number(text: str) -> tuple[int, ...]:
+    """2.13.0+cpu -> (2, 13)."""
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
 
 
 class Access(NamedTuple):

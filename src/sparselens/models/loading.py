@@ -26,7 +26,7 @@ from transformers.utils.hub import cached_file
 from ..config import Gate
 from ..runs import distributed
 from ..runs.run import Run, read_json, reading, whole_folder
-from .access import SAFE, access, quiet, refusing
+from .access import SAFE, access, check_versions, quiet, refusing
 from .architectures import architecture, attention_modules, base_model, dimensions
 from .attention import NAME, give_patterns, refuse_other_attention
 
@@ -49,6 +49,7 @@ def add_gates(model: PreTrainedModel, gate: Gate | None = None) -> PreTrainedMod
     if isinstance(model, tuple) or not isinstance(model, nn.Module):
         raise ValueError(f"expected a model in memory, got {one_thing(model)}; sl.load(name, gate=...) takes a name")
     check_source(model)
+    check_versions()
     if is_gated(model):
         raise ValueError("this model already has gates; change its `gate_bias` parameters instead of adding new ones")
     architecture(model.config)
@@ -103,6 +104,7 @@ def load(
     """
     if not isinstance(source, str | Path | Run):
         raise ValueError(f"expected a name, a path or a Run to load, got {one_thing(source)}")
+    check_versions()
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
     source = source.path if isinstance(source, Run) else source
