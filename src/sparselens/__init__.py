@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "attribution.graph": "Graph", "attribution.trace": "trace", "circuits.circuit": "Circuit",
     "circuits.compare": "compare", "circuits.discover": "discover", "config": "Gate Search",
-    "data.registry": "register_data", "evaluation.side_by_side": "evaluate",
+    "data.registry": "register_data", "data.sample": "write_text", "evaluation.side_by_side": "evaluate",
     "gating": "gated_attention", "models.architectures": "Architecture register_architecture",
     "models.loading": "add_gates load save", "runs.run": "Run", "serving.export": "export push",
     "serving.publish": "report", "live.server": "studio", "tasks": "Pair Task register_task",
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .circuits.discover import discover as discover
     from .config import Gate as Gate, Search as Search
     from .data.registry import register_data as register_data
+    from .data.sample import write_text as write_text
     from .evaluation.side_by_side import evaluate as evaluate
     from .gating import gated_attention as gated_attention
     from .live.server import studio as studio

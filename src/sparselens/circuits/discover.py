@@ -84,6 +84,7 @@ def discover(
     if tokenizer is None:
         raise ValueError("discover needs a tokenizer beside a loaded model: discover(model, tokenizer)")
     prompts = prepare([model], tokenizer, found, settings, say)
+    say(f"{found.name} in {name_of(source)}; {distributed.in_words()}")
     circuit = discover_on(model, found.name, prompts, settings, show_progress=show_progress, say=say)
     circuit.results["model"] = name_of(source)
     if distributed.is_main():

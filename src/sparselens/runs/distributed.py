@@ -37,6 +37,11 @@ def world() -> int:
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
+def in_words() -> str:
+    """How many there are, to be said aloud: a launcher that started fewer than it was asked for shows there."""
+    return f"{world()} process{'es' if world() > 1 else ''}"
+
+
 def rank() -> int:
     """This one's number."""
     return int(os.environ.get("RANK") or 0) if world() > 1 else 0

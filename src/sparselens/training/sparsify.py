@@ -88,8 +88,7 @@ def _announcement(name: str, model: nn.Module, batches: Batches, settings: Spars
         f"{name}: {parameters / 1e6:.1f}M parameters, {size.n_layers} layers x {size.n_heads} heads\n"
         f"training {stages}: {training.steps} steps of {training.batch} x {batches.length} tokens "
         f"({tokens / 1e6:.1f}M); {batches.n_heldout} held-out sequences, {steering_count(batches)} to steer by and "
-        f"{report_slice(batches)[1]} to report on; {distributed.world()} "
-        f"process{'es' if distributed.world() > 1 else ''}"
+        f"{report_slice(batches)[1]} to report on; {distributed.in_words()}"
     )
 
 

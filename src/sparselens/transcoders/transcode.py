@@ -74,7 +74,7 @@ def transcode(
     kind = f"{'cross-layer' if settings.cross_layer else 'per-layer'}, {settings.activation}"
     say(
         f"{parameters / 1e6:.1f}M parameters: {d.n_layers} layers x {settings.features} features, {kind}; "
-        f"{settings.steps} steps of {settings.batch} x {batches.length} tokens"
+        f"{settings.steps} steps of {settings.batch} x {batches.length} tokens; {distributed.in_words()}"
     )
     try:
         with left_as_it_was(model):
