@@ -41,6 +41,7 @@ GROUPS = {
 }
 
 
+SHORT = re.compile(r"\b(sparselens|collections|pathlib|torch|transformers|numpy|typing)\.([a-z_]+\.)*")
 LINK = re.compile(r"\]\(([^)#\s]+)\)")
 
 
@@ -66,9 +67,14 @@ def reference() -> str:
 
 
 def _entry(name: str, value: Any, heading: str) -> list[str]:
-    signature = re.sub(
-        r"\b(sparselens|collections|pathlib|torch|transformers|numpy)\.([a-z_]+\.)*", "", str(inspect.signature(value))
-    )
+    signature = SHORT.sub("", str(inspect.signature(value)))
+    if len(signature) > 80:  # a line for every argument
+        found = list(inspect.signature(value).parameters.values())
+        named = next((i for i, one in enumerate(found) if one.kind is one.KEYWORD_ONLY), None)
+        inside = [str(one) for one in found]
+        if named is not None and not any(one.kind is one.VAR_POSITIONAL for one in found):
+            inside.insert(named, "*")
+        signature = SHORT.sub("", "(\n    " + ",\n    ".join(inside) + ",\n)")
     text = inspect.cleandoc(value.__doc__ or "")
     lines = ["", f"{heading} {name}", "", "```python", f"{name}{signature}", "```", "", "```text", text, "```"]
     return lines if len(text) > 10 else lines[:-4]
@@ -99,6 +105,7 @@ def stage(folder: Path) -> None:
         shutil.copytree(PROJECT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "make_site.py"))
     for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "CITATION.cff", "LICENSE"):
         shutil.copy(PROJECT / name, folder / name)
+    (folder / "site.css").write_text(".md-typeset pre > code { white-space: pre-wrap; }\n")
     (folder / "docs" / "api.md").write_text(reference(), encoding="utf-8")
     (folder / "docs" / "notebooks.md").write_text(notebooks(), encoding="utf-8")
     for page in sorted(folder.rglob("*.md")):
@@ -128,7 +135,7 @@ def build(out: Path) -> None:
         config = load_config(
             config_file=str(Path(place) / "mkdocs.yml"), docs_dir=str(folder), site_dir=str(out.resolve()), strict=True,
             use_directory_urls=False, nav=[{title: pages} for title, pages in MENU.items()],
-            theme=THEME, markdown_extensions=EXTENSIONS, validation={"links": LINKS},
+            theme=THEME, extra_css=["site.css"], markdown_extensions=EXTENSIONS, validation={"links": LINKS},
             not_in_nav="results/\nexamples/\ndocs/notebooks/\n",
         )  # fmt: skip
         mkdocs_build(config)

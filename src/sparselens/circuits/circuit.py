@@ -55,7 +55,7 @@ class Circuit:
         for name, row in found.get("readings", {}).items() if found else ():
             if "0.9" in row["edges_at"] and name != "components":
                 parts.append(f"{name} {row['edges_at']['0.9']:,.0f} of {row['n_edges']:,}")
-        return f"Circuit({asked}{', '.join(parts) or 'empty'})" + (" at 90 %" if found else "")
+        return f"Circuit({asked}{', '.join(parts) or 'empty'}{'; 90 % of the effect' if parts and found else ''})"
 
     def _repr_html_(self) -> str:
         """For notebooks: explained effect over edges kept, and the edges of every head, where there is a graph."""

@@ -32,7 +32,7 @@ def lines(curves: Sequence[Line], x: str, y: str, log: bool = False) -> str:
         points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(across, up, strict=True))
         parts.append(f"<polyline fill='none' stroke='{colour}' stroke-width='1.6' points='{points}'/>")
         row = TOP + 12 + 14 * (len(parts) // 2)
-        parts.append(_text(WIDTH - RIGHT, row, name, "end", colour))
+        parts.append(_text(LEFT + 8, row, name, "start", colour))
     ends: list[float] = [10**v if log else v for v in (x_low, x_high)]
     return _svg([*parts, *_axes(ends, (y_low, y_high), x, y)])
 

@@ -322,7 +322,7 @@ class Run:
         losses = Metrics.read(self.path) if (self.path / "metrics.jsonl").is_file() else []
         steps = [line["step"] for line in losses if "loss" in line]
         curve = pictures.lines(
-            [("", steps, [line["loss"] for line in losses if "loss" in line])], "step", "training loss"
+            [("", steps, [line["loss"] for line in losses if "loss" in line])], "step", "loss trained on"
         )
         return pictures.page(repr(self), curve)
 
