@@ -133,6 +133,21 @@ def test_what_we_write_has_names_that_windows_allows(tmp_path):
             assert not PureWindowsPath(path).is_reserved() and not re.search(r'[<>:"|?*\\]|[ .]$', path.name), path
 
 
+def test_a_machine_without_git_and_a_strangers_repository(built, tmp_path, monkeypatch):
+    """The record says which commit of ours made a Run, or none: never the commit of whoever has installed us."""
+    from sparselens.runs.run import provenance
+
+    shutil.unpack_archive(built[0], tmp_path / "site", "zip")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x"]
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "theirs"]):
+        subprocess.run([*git, *command], check=True)
+    code = "from sparselens.runs.run import provenance; print(provenance()['commit'])"
+    options = {"capture_output": True, "text": True, "cwd": tmp_path / "site"}
+    assert subprocess.run([sys.executable, "-c", code], **options).stdout.strip() == "None"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert provenance()["commit"] is None
+
+
 def test_text_to_try_with(tmp_path, capsys):
     main(["text", "--out", str(tmp_path / "text")])
     documents = [text for text, _ in read_documents(tmp_path / "text" / "stories.jsonl.zst")]

@@ -80,6 +80,15 @@ def web(
     return _svg(parts)
 
 
+def of_run(folder: Path, losses: Sequence[tuple[float, float]]) -> str:
+    """The figure a Run has, else the loss as it went, [(step, loss)]."""
+    drawn = [folder / f"figure{number}.png" for number in (1, 2, 4)]
+    found = next((path for path in drawn if path.is_file()), None)
+    if found is not None:
+        return image(found)
+    return lines([("", [step for step, _ in losses], [loss for _, loss in losses])], "step", "loss trained on")
+
+
 def image(path: Path) -> str:
     """A PNG as it is, inside the page."""
     data = base64.b64encode(path.read_bytes()).decode()

@@ -201,15 +201,22 @@ def give_back(lock: FileLock) -> None:
     lock.release()
 
 
+def _git(*arguments: str) -> str:
+    """What git says about the folder of this file; nothing where there is no git."""
+    with suppress(OSError):
+        command = ["git", "-C", str(Path(__file__).parent)]
+        return subprocess.run([*command, *arguments], capture_output=True, text=True).stdout.strip()
+    return ""
+
+
 def provenance() -> Provenance:
     """Versions, command and machine, so that a number can be made again."""
     versions = {}
     for package in ("sparselens", "torch", "transformers", "triton", "peft", "numpy"):
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
-    commit = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
+    own = _git("ls-files", Path(__file__).name)  # installed inside somebody's repository, HEAD would be theirs
+    commit = _git("rev-parse", "HEAD") if own else ""
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     return {"versions": versions, "python": platform.python_version(), "commit": commit or None, "command": command}
 
@@ -315,16 +322,9 @@ class Run:
 
     def _repr_html_(self) -> str:
         """For notebooks: figure 1 where it is drawn, else the loss as it went."""
-        drawn = [self.path / f"figure{number}.png" for number in (1, 2, 4)]
-        found = next((path for path in drawn if path.is_file()), None)
-        if found is not None:
-            return pictures.page(repr(self), pictures.image(found))
-        losses = Metrics.read(self.path) if (self.path / "metrics.jsonl").is_file() else []
-        steps = [line["step"] for line in losses if "loss" in line]
-        curve = pictures.lines(
-            [("", steps, [line["loss"] for line in losses if "loss" in line])], "step", "loss trained on"
-        )
-        return pictures.page(repr(self), curve)
+        lines = Metrics.read(self.path) if (self.path / "metrics.jsonl").is_file() else []
+        losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+        return pictures.page(repr(self), pictures.of_run(self.path, losses))
 
     @property
     def started_from(self) -> str:
