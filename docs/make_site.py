@@ -105,11 +105,25 @@ def stage(folder: Path) -> None:
         shutil.copytree(PROJECT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "make_site.py"))
     for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "CITATION.cff", "LICENSE"):
         shutil.copy(PROJECT / name, folder / name)
-    (folder / "site.css").write_text(".md-typeset pre > code { white-space: pre-wrap; }\n")
+    (folder / "site.css").write_text(
+        ".md-typeset pre > code { white-space: pre-wrap; }\n.md-grid { max-width: 84rem; }\n"
+    )
     (folder / "docs" / "api.md").write_text(reference(), encoding="utf-8")
     (folder / "docs" / "notebooks.md").write_text(notebooks(), encoding="utf-8")
-    for page in sorted(folder.rglob("*.md")):
-        page.write_text(LINK.sub(partial(_to_list, page.parent), page.read_text("utf-8")), encoding="utf-8")
+    for page in sorted(folder.rglob("*.md")):  # as GitHub reads them, so does the site
+        text = LINK.sub(partial(_to_list, page.parent), page.read_text("utf-8"))
+        page.write_text(_apart(text), encoding="utf-8")
+
+
+def _apart(text: str) -> str:
+    """With an empty line between a paragraph and the list right under it."""
+    lines, code = [""], False
+    for line in text.splitlines():
+        code ^= line.startswith("```")
+        before = lines[-1]
+        starts = re.match(r"(-|\d+\.) ", line) and before and not re.match(r"(-|\d+\.) |\s", before)
+        lines += ["", line] if starts and not code else [line]
+    return "\n".join(lines[1:]) + "\n"
 
 
 def _to_list(folder: Path, link: re.Match[str]) -> str:

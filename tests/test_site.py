@@ -80,6 +80,8 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     api = (tmp_path / "site" / "docs" / "api.html").read_text()
     for name in sl.__all__:
         assert f"sl.{name}" in api, name
+    scale = (tmp_path / "site" / "docs" / "scale.html").read_text()
+    assert "<li>FSDP2 gathers fp32" in scale, "a list right under a paragraph is a list, as on GitHub"
     assert "ten_minutes.ipynb" in (tmp_path / "site" / "docs" / "notebooks.html").read_text()
     for page in (PROJECT / "docs").glob("*.md"):
         assert (tmp_path / "site" / "docs" / f"{page.stem}.html").is_file()
