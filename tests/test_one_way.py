@@ -247,3 +247,14 @@ def test_where_to_compute_is_a_choice(folder, capsys, monkeypatch):
             main([*wanted, "--device", device])
         assert refused.value.code == 2 and complaint in " ".join(capsys.readouterr().err.split())
     distributed.choose_device(None)
+
+
+def test_training_leaves_a_gpu_alone_that_was_not_chosen(folder, tmp_path, monkeypatch):
+    """As if there were one: anything that goes there all the same is an error here."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    distributed.choose_device("cpu")
+    try:
+        run, _ = sparsify(folder / "base", tmp_path / "run", steps=2)
+    finally:
+        distributed.choose_device(None)
+    assert run.read("summary.json")["peak_gib"] is None
