@@ -32,10 +32,11 @@ be this short: it draws one number for every pair, twice per training step (docs
 these lines; a test compares them bit by bit.
 """
 
-from typing import NamedTuple, TypedDict, Unpack
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 GOLDEN, COLUMN = 0x9E3779B9, 0x68E31DA4
 MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B

@@ -184,7 +184,8 @@ def launch(
             _compiled.clear()
         _compiled[key] = kernel[grid](*pointers, *free, *sizes, *constants, **options)
     else:
-        compiled[(*grid, 1)](*pointers, *free, *sizes, *constants)
+        blocks = (*grid, 1)
+        compiled[blocks](*pointers, *free, *sizes, *constants)
 
 
 # Plain integers: triton.cdiv and triton.next_power_of_2 take microseconds each, and these run on every call.

@@ -39,6 +39,7 @@ class Refused(Exception):
 
 def make_app(studio: Studio, token: str) -> Any:
     """The ASGI application."""
+    from anyio import fail_after
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -49,7 +50,7 @@ def make_app(studio: Studio, token: str) -> Any:
             raise Refused(415, "expected application/json")
         content = b""
         try:
-            async with asyncio.timeout(ARRIVES):
+            with fail_after(ARRIVES):
                 async for part in request.stream():
                     content += part
                     if len(content) > MOST_BYTES:
@@ -119,6 +120,8 @@ def make_app(studio: Studio, token: str) -> Any:
 def guarded(app: Any) -> Any:
     """The application with safe headers on every answer and an end to every request."""
 
+    from anyio import fail_after
+
     async def run(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await app(scope, receive, send)
@@ -131,7 +134,7 @@ def guarded(app: Any) -> Any:
             await send(message)
 
         try:
-            async with asyncio.timeout(TAKEN):
+            with fail_after(TAKEN):
                 await app(scope, receive, careful)
         except TimeoutError:
             transport = scope.get("extensions", {}).get("sparselens.close")

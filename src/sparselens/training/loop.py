@@ -121,7 +121,7 @@ class Stage(Trainee):
 
     def meanwhile(self) -> None:
         """The next step's first sequences, and what the teacher says of them: neither depends on the step at hand."""
-        if not torch.cuda.is_available():  # a CPU has nothing to do meanwhile
+        if distributed.device() == "cpu":  # which has nothing to do meanwhile
             return
         first = self.progress.data + self.settings.batch + distributed.rank() * self.micro
         made = self.batches.train(first, self.micro)
@@ -223,7 +223,7 @@ def tracker(stage: Stage) -> Iterator[Callable[[MetricsLine], None] | None]:
         return
     from accelerate import Accelerator
 
-    on_cpu = distributed.world() > 1 and not torch.cuda.is_available()
+    on_cpu = distributed.world() > 1 and distributed.device() == "cpu"
     accelerator = Accelerator(log_with=stage.settings.tracker, project_dir=str(stage.folder), cpu=on_cpu)
     accelerator.init_trackers("sparselens", config={"stage": stage.name})
     try:

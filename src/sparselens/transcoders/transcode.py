@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from ..config import Text, Transcode
 from ..data.batches import Batches
 from ..models.architectures import base_model, blocks, dimensions
-from ..models.loading import Source, resolve
+from ..models.loading import Source, check_source, resolve
 from ..runs import distributed
 from ..runs.rows import Measured, MetricsLine, TranscoderRow
 from ..runs.run import Run, refuse_full_disk
@@ -57,8 +57,9 @@ def transcode(
     distributed.start()
     say = distributed.quiet(say)
     distributed.on_main(lambda: Run.check(out, resume))
+    check_source(model)
     name = name or source_name(model)
-    model, tokenizer = resolve(model, tokenizer)
+    model, tokenizer = resolve(model, tokenizer, say)
     d = dimensions(base_model(model).config)
     text = fitting(base_model(model).config, data, text, say)
     parameters = n_parameters(d.n_layers, d.d_model, settings)
@@ -73,7 +74,7 @@ def transcode(
     kind = f"{'cross-layer' if settings.cross_layer else 'per-layer'}, {settings.activation}"
     say(
         f"{parameters / 1e6:.1f}M parameters: {d.n_layers} layers x {settings.features} features, {kind}; "
-        f"{settings.steps} steps of {settings.batch} x {batches.length} tokens"
+        f"{settings.steps} steps of {settings.batch} x {batches.length} tokens; {distributed.in_words()}"
     )
     try:
         with left_as_it_was(model):
