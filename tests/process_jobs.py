@@ -19,7 +19,7 @@ QUICK = dict(
     loss="cross-entropy", density=0.01, heldout_tokens=300, show_progress=False, say=lambda text: None,
 )  # fmt: skip
 TRACKER = "tensorboard" if find_spec("tensorboard") else "none"
-ALL_AT_ONCE = dict(lora=2, loss="kl", control=True, gradient_checkpointing=True, tracker=TRACKER)
+ALL_AT_ONCE = dict(lora=2, loss="kl", weight_decay=0.01, control=True, gradient_checkpointing=True, tracker=TRACKER)
 
 
 def sparsify(folder: Path, out: str, **options):

@@ -43,7 +43,8 @@ def test_a_plan_is_made_for_the_length_that_the_run_will_have(base):
 
 
 def test_the_parts_of_a_plans_time_add_up(base):
-    found = sl.plan(str(base), gpus=1, length=64, steps=300, control=True, tokens_per_second=1e4, checkpoint_every=1)
+    options = {"control": True, "loss": "cross-entropy", "tokens_per_second": 1e4, "checkpoint_every": 1}
+    found = sl.plan(str(base), gpus=1, length=64, steps=300, **options)
     assert set(found.times) == {"start", "training", "checkpoints", "evaluation"}
     assert sum(found.times.values()) == pytest.approx(found.seconds)
     first, second = str(found).splitlines()[2:4]

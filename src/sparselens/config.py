@@ -111,7 +111,8 @@ class Sparsify:
     slack_until: float = 0.6
     """Without --density: share of the steps after which the slack is gone."""
     control: bool = False
-    """Also train the matched dense control: same data, order, steps, optimiser and adapters, no gates."""
+    """Also train the matched dense control: same data, order, steps, optimiser and adapters, no gates. With --loss kl
+    it has nothing to learn: it is the base, and not trained."""
     gate: Gate = field(default_factory=Gate)
     training: Training = field(default_factory=Training)
 
@@ -128,6 +129,15 @@ class Sparsify:
             except ValueError:
                 number = math.nan
             _require(math.isfinite(number), f"target={self.target!r}: expected base, control or a number of nats")
+
+    @property
+    def trains_control(self) -> bool:
+        """Whether a control is asked for and has something to learn.
+
+        KL of the base to itself is 0, and so is its gradient. Trained all the same it would drift by rounding noise, of
+        which Adam makes full steps (docs/LOG.md).
+        """
+        return self.control and not (self.loss == "kl" and self.training.weight_decay == 0)
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,20 @@ def test_neither_control_nor_sparse_model_trains_with_dropout(family, dropout):
     assert torch.equal(ready(ids).logits, ready(ids).logits)
 
 
+def test_a_control_that_the_base_teaches_is_the_base(base, tmp_path):
+    """KL to itself is 0 and so is its gradient: it is not trained, unless weights decay."""
+    run, said = sparsify(base, tmp_path / "run", control=True, loss="kl")
+    assert len(lines(run.path)) == 12 and not (run.path / "control/metrics.jsonl").exists()
+    assert any("it is the base, not trained" in text for text in said)
+    assert "training the sparse model:" in said[0]
+    for a, b in zip(sl.load(base)[0].parameters(), sl.load(run.path / "control/model")[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+    base_row, control, sparse = run.read("evaluation.json")
+    assert control["loss"] == base_row["loss"] and control["kl_to_base"] == 0 < sparse["kl_to_base"]
+    decayed, _ = sparsify(base, tmp_path / "decayed", control=True, loss="kl", weight_decay=0.1)
+    assert len(lines(decayed.path / "control")) == 12
+
+
 def test_control_sees_the_same_data_and_starts_from_the_same_weights(base, tmp_path):
     """With gates wide open, the first step of the sparse model is the first step of its control."""
     run, _ = sparsify(base, tmp_path / "run", control=True, gate=sl.Gate(bias=1e4))

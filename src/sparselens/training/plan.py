@@ -152,7 +152,7 @@ def plan(
     # Of a training token's time: one pass of three (backward counts two), four with a teacher or a repetition.
     forward_share = 1 / (3 + (settings.loss == "kl") + settings.training.gradient_checkpointing)
     evaluation = forward_share * gradients * job.evaluated_tokens(text) / job.gpus
-    stages = 2 if settings.control else 1
+    stages = 2 if settings.trains_control else 1
     saving = settings.training.steps // settings.training.checkpoint_every * 16 * job.step.trained / DISK_BYTES
     start = job.gpu * (GPU_START + stages * job.compiled * COMPILING)
     steps = stages * settings.training.steps
@@ -269,11 +269,11 @@ class Job:
         training = self.settings.training
         heldout = max(1, text.heldout_tokens // text.length)
         steering = max(1, heldout // STEERING_SHARE)
-        stages = 2 if self.settings.control else 1
+        stages = 2 if self.settings.trains_control else 1
         teacher = 2 if self.settings.loss == "kl" else 1
         each = min(training.evaluate_sequences, steering) * teacher
         steered = stages * (training.steps // training.evaluate_every) * each
-        report = 2 * (heldout - steering) * (1 + stages) + steering * stages
+        report = 2 * (heldout - steering) * (2 + self.settings.control) + steering * (1 + self.settings.control)
         return (steered + report) * text.length
 
 

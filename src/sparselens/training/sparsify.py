@@ -83,7 +83,9 @@ def _announcement(name: str, model: nn.Module, batches: Batches, settings: Spars
     size, training = dimensions(model.config), settings.training
     tokens = training.steps * training.batch * batches.length
     parameters = sum(p.numel() for p in model.parameters())
-    stages = "the dense control, then the sparse model" if settings.control else "the sparse model (without --control)"
+    stages = "the sparse model" if settings.control else "the sparse model (without --control)"
+    if settings.trains_control:
+        stages = "the dense control, then the sparse model"
     return (
         f"{name}: {parameters / 1e6:.1f}M parameters, {size.n_layers} layers x {size.n_heads} heads\n"
         f"training {stages}: {training.steps} steps of {training.batch} x {batches.length} tokens "
@@ -127,7 +129,7 @@ def sparsify_into(
     rows = [result(base).row(str(run.record["config"]["model"]), "base")]
     control_loss = None
     if settings.control:
-        control = _control(run, source, tokenizer, stage, training, resume)
+        control = _control(run, source, tokenizer, stage, settings, resume, say)
         rows.append(result(control).row(str(run.path / "control" / "model"), "control"))
         with autocast:
             control_loss = measure(control, batches, 0, steering, micro_batch=micro).loss
@@ -169,7 +171,7 @@ def disk(parameters: float, trained: float, settings: Sparsify) -> dict[str, flo
     # when there are two again, and is smaller.
     found = {"checkpoints": 3 * checkpoint, "best states": 3 * 4 * trained}
     if settings.control:
-        found["control"] = 2 * checkpoint + model
+        found["control"] = 2 * checkpoint * settings.trains_control + model
     return found
 
 
@@ -186,13 +188,17 @@ def report_slice(batches: Batches) -> tuple[int, int]:
 
 def _control(
     run: Run, base: nn.Module, tokenizer: PreTrainedTokenizerBase | None, stage: Callable[..., Stage],
-    training: Training, resume: bool,
+    settings: Sparsify, resume: bool, say: Callable[[str], None],
 ) -> nn.Module:  # fmt: skip
-    """The same training without gates. A finished one is not trained again."""
+    """The same training without gates. A finished one is not trained again, one with nothing to learn not at all."""
     folder = run.path / "control"
+    if not settings.trains_control and not (folder / "model").is_dir():
+        say("control: taught by the base, a model without gates has nothing to learn; it is the base, not trained")
+        distributed.on_main(lambda: save(base, tokenizer, folder / "model"))
     if (folder / "model").is_dir():
         model: nn.Module = load(folder / "model")[0]
         return distributed.place(model, distributed.device(), blocks(model))
+    training = settings.training
     model = dense_copy(base, training)
     train(stage("control", model, folder=folder), resume and folder.is_dir())
     plain = distributed.collect(model, into=dense_copy(base, training)) if distributed.sharded() else model
