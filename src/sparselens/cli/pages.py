@@ -69,8 +69,9 @@ def _make_demo(out: Path, say: Callable[[str], None]) -> Path:
             for line in process.stdout or ():
                 last = line.strip() or last
                 say(f"making the demo, a few minutes: {last}")
-        finally:
+        except BaseException:
             process.terminate()  # it goes on where it stopped when it is asked for again
+            raise
     if process.returncode:
         raise ValueError(f"the demo could not be made: {last}")
     return out
