@@ -6,13 +6,13 @@ import { changesInWords } from "./studio_state.js";
 
 const signed = (value) => (value > 0 ? `+${number(value)}` : number(value));
 
-/** onRemove(index) puts a button beside each; onOpen(row) another. */
+/** onRemove(id) puts a button beside each; onOpen(row) another. */
 export function keptList(kept, onOpen, onRemove) {
   if (!kept.length) return element("p", { class: "note" }, "Nothing has been kept yet.");
   return element(
     "ol",
     { class: "kept" },
-    kept.map((row, i) =>
+    kept.map((row) =>
       element(
         "li",
         { class: "card" },
@@ -22,7 +22,7 @@ export function keptList(kept, onOpen, onRemove) {
           {},
           onOpen && row.kind === "experiment" ? small("Open", () => onOpen(row)) : null,
           " ",
-          onRemove ? small("Remove", () => onRemove(i)) : null,
+          onRemove ? small("Remove", () => onRemove(row.id)) : null,
         ),
       ),
     ),
@@ -34,7 +34,7 @@ const small = (text, click) => element("button", { type: "button", class: "plain
 function experimentCard(row) {
   const changes = changesInWords(row.changes, row.tokens);
   return [
-    element("p", { class: "says" }, row.tokens.join("")),
+    element("p", { class: "says" }, row.text + (row.more?.length ? row.tokens.slice(-row.more.length).join("") : "")),
     element(
       "p",
       {},
