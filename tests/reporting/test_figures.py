@@ -168,7 +168,7 @@ def test_figure_3_on_tokens(n_edges, tokens, drawn, tmp_path):
         assert (opacity[-1], width[-1]) == (opacity.max(), width.max()), "the strongest lie on top"
         assert len(opacity) <= n_edges and (n_edges == 3000) == (np.median(opacity) < 0.4)
         ends = [(a[1], b[1]) for a, b in lines.get_segments()]
-        assert all(round(start - end) == 1 for start, end in ends), "one layer further down"
+        assert all(round(end - start) == 1 for start, end in ends), "one layer further up: the input is below"
 
 
 def test_figure_3_draws_the_examples_own_circuit(tmp_path):

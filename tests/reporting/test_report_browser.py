@@ -133,7 +133,7 @@ def test_keyboard_reads_heat_maps_and_features(open_page, page_file, run):
     for key in ("ArrowRight", "ArrowUp", "ArrowRight"):
         page.keyboard.press(key)
     words = card.locator(".readout").text_content()
-    assert words.startswith("layer 1, head 1: ")
+    assert words.startswith("L1.H1: ")
     assert float(words.split()[-2]) == pytest.approx(100 * density[1][1], rel=0.01)
     trace = page.locator("[data-trace=sparse]")
     trace.locator("canvas.focusable").first.focus()
@@ -159,7 +159,7 @@ def test_attention_reading(open_page, page_file, run):
     tensors = load_file(run / "attention" / "prompt-0.safetensors")
     page.locator("#attention [data-model=sparse] canvas.focusable").focus()
     page.keyboard.press("ArrowUp")
-    layer, head = map(int, page.locator("#head-detail h3").text_content().replace("Layer ", "").split(", head "))
+    layer, head = map(int, page.locator("#head-detail h3").text_content()[1:].split(".H"))
     page.locator("#head-detail tbody button").first.click()
     facts = page.locator("#pair-facts dd").all_text_contents()
     query, key = (int(part.rsplit("(", 1)[1].rstrip(") ")) for part in facts[0].split("→"))

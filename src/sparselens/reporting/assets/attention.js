@@ -1,6 +1,6 @@
 // Attention explorer: a prompt, every head of two models side by side, one head large, the flow of short prompts.
 
-import { dropdown, element, emptyNotice, heading, how, number, segments, swatch } from "./dom.js";
+import { dropdown, element, emptyNotice, headName, heading, how, number, segments, swatch } from "./dom.js";
 import { ROLE_NAMES } from "./data.js";
 import { HeadGrid, loadMaps } from "./maps.js";
 import { Lens, tokenStrip, visible } from "./token_reads.js";
@@ -235,7 +235,7 @@ class Explorer {
     this.refreshHead();
   }
   refreshHead() {
-    this.headTitle.textContent = `Layer ${this.layer}, head ${this.head}`;
+    this.headTitle.textContent = headName(this.layer, this.head);
     this.large.forEach((map, i) => map.show(this.models[i], this.view, this.layer, this.head, this.pair));
     this.facts.replaceChildren(pairFacts(this.models, this.layer, this.head, this.pair));
     const key = `${this.prompt} ${this.left} ${this.layer} ${this.head}`;

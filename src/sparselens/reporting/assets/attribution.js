@@ -4,7 +4,7 @@ import { dropdown, element, emptyNotice, heading, how, number, percent, segments
 import { ROLE_NAMES } from "./data.js";
 import { loadMaps } from "./maps.js";
 import { downloads } from "./download.js";
-import { edgeDetail, headName, lookDetail } from "./head_shares.js";
+import { edgeDetail, lookDetail, nameOf } from "./head_shares.js";
 import { checkPlot, singlesTable } from "./intervention_plot.js";
 import { TracePicture } from "./trace_picture.js";
 import { section } from "./sections.js";
@@ -146,7 +146,7 @@ class TraceView {
   csv() {
     const name = (i) => this.trace.clusters[i].name;
     const rows = this.trace.edges.map(({ source, target, weight, single_hop, predicted, measured, heads }) => {
-      return [name(source), name(target), weight, single_hop, predicted, measured, heads.map(headName).join(" ")];
+      return [name(source), name(target), weight, single_hop, predicted, measured, heads.map(nameOf).join(" ")];
     });
     return [["source", "target", "weight", "single_hop", "predicted", "measured", "heads_for_80"], ...rows];
   }

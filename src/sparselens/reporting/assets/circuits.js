@@ -44,7 +44,7 @@ class Circuits {
     section.append(
       how(
         "An attention edge is one head, one token that reads and one token that is read. An edge between components carries what one part writes (the input, a head, an MLP) to what another part reads. A circuit is a set of edges; a reading says what all other edges do meanwhile. Explained effect is the share of the task's metric that the circuit alone recovers; bands are 95 % intervals over prompts.",
-        "Every point is a circuit that was run. The slider goes through them, and the pictures show exactly the edges that were in; layers go downward, a dashed line lowers the metric. Attention edges are drawn on the tokens of one prompt: where a reading looks at one prompt at a time, its sizes and effects are that prompt's own, and the curves above are means over all prompts.",
+        "Every point is a circuit that was run. The slider goes through them, and the pictures show exactly the edges that were in; the input is below, a dashed line lowers the metric. Attention edges are drawn on the tokens of one prompt: where a reading looks at one prompt at a time, its sizes and effects are that prompt's own, and the curves above are means over all prompts.",
         "Readings answer different questions and their numbers must not be mixed. The table at the end has all of them side by side.",
       ),
       part("all", { "aria-live": "polite" }),

@@ -21,6 +21,13 @@ export function svgElement(tag, attributes, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
 
+/** A head's name, everywhere: L11.H7. */
+export const headName = (layer, head) => `L${layer}.H${head}`;
+
+/** "a3.h1" of the files is head L3.H1, "m3" the MLP of layer 3. */
+export const partName = (site) =>
+  site.replace(/^a(\d+)\.h(\d+)/, (_, layer, head) => headName(layer, head)).replace(/^m(\d+)$/, "MLP $1");
+
 let counter = 0;
 export const freshId = (stem) => `${stem}-${++counter}`;
 

@@ -129,7 +129,7 @@ class _Page:
             a = left + (i % columns) * (side + 0.07)
             b = start - (i // columns + 1) * (side + label)
             self.map(one, main, len(model["tokens"]), a, b, side)
-            name, size = f"L{one['layer']}-H{one['head']}", max(3.2, min(8.0, side * 11))
+            name, size = f"L{one['layer']}.H{one['head']}", max(3.2, min(8.0, side * 11))
             self.text(a + side / 2, b + side + label / 2 - 0.01, name, size)
         self.compass(left, start - side - label)
 

@@ -6,7 +6,7 @@ from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
-from .style import BLUE, GREY, INK, LIGHT, Axes, pyplot, save
+from .style import BLUE, GREY, INK, LIGHT, ORANGE, Axes, pyplot, save
 
 
 class Flow(TypedDict):  # of one model, in figure1.json
@@ -28,7 +28,7 @@ def draw_flow(flow: Mapping[str, Flow], path: str | Path) -> None:
         figure, axes = plt.subplots(2, 1, figsize=(6.6, 7.4))
         figure.subplots_adjust(left=0.19, right=0.985, top=0.985, bottom=0.015, hspace=0.06)
         for axis, (title, name) in zip(axes, [("Base Model", "base"), ("Sparse Model", "sparse")], strict=True):
-            _draw_flow_panel(axis, flow[name].get("title", title), flow[name])
+            _draw_flow_panel(axis, flow[name].get("title", title), flow[name], BLUE if name == "base" else ORANGE)
         figure.add_artist(
             FancyArrowPatch(
                 (0.175, 0.75), (0.175, 0.25), transform=figure.transFigure, connectionstyle="arc3,rad=0.42",
@@ -40,7 +40,7 @@ def draw_flow(flow: Mapping[str, Flow], path: str | Path) -> None:
         save(figure, path, dpi=160)
 
 
-def _draw_flow_panel(axis: Axes, title: str, rows: Flow) -> None:
+def _draw_flow_panel(axis: Axes, title: str, rows: Flow, colour: str) -> None:
     from matplotlib.collections import LineCollection
     from matplotlib.colors import to_rgb
     from matplotlib.patches import FancyBboxPatch
@@ -49,7 +49,7 @@ def _draw_flow_panel(axis: Axes, title: str, rows: Flow) -> None:
     n_layers, positions = len(attention), len(rows["input"])
     segments = [[(key, layer), (query, layer + 1)] for layer, _, query, key in np.argwhere(attention > 0)]
     weights = attention[attention > 0]
-    colours = [(*to_rgb(BLUE), min(1.0, 0.04 + 0.9 * weight)) for weight in weights]
+    colours = [(*to_rgb(colour), min(1.0, 0.04 + 0.9 * weight)) for weight in weights]
     frame = (-1.75, -0.9), positions + 1.35, n_layers + 2.35
     axis.add_patch(FancyBboxPatch(*frame, boxstyle="round,pad=0.05", fill=False, ec=GREY, lw=1))
     for position in range(positions):  # the residual stream: every position passes itself on
