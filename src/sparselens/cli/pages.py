@@ -91,5 +91,7 @@ class Figures:
     def __call__(self) -> None:
         from ..serving.publish import figures
 
-        for path in figures(self.run, self.format, self.out):
+        left_out: list[str] = []
+        for path in figures(self.run, self.format, self.out, say=left_out.append):
             print(path)
+        print(*left_out, sep="\n", end="\n" if left_out else "", file=sys.stderr)
