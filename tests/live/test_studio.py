@@ -315,6 +315,56 @@ def test_a_killed_server_loses_nothing_that_was_kept(tmp_path):
 # ---- what it is started on ----
 
 
+def test_the_demos_run_takes_sums_and_answers_at_its_last_tokens(tmp_path):
+    """As `sparselens demo` leaves it, but untrained: people type 36+28, answers stand where the question marks do."""
+    from report_runs import make_run
+
+    from sparselens.demo.addition import make_model
+    from sparselens.demo.walk import ABOUT
+
+    run = make_run(tmp_path / "run", n_layers=4, n_heads=4, parts=("training",))
+    model, tokenizer = make_model(0)
+    sl.save(model, tokenizer, run / "base/model")
+    sl.add_gates(model, sl.Gate(bias=1.0))
+    sl.save(model, tokenizer, run / "model")
+    (run / "about.json").write_text(json.dumps(ABOUT))
+    with served(run) as one:
+        assert one.ready()["filled"] == 5
+        found = one.ask("look", {"text": "36+28"})
+        assert "".join(found["tokens"]) == "36+28=?????"
+        ids = torch.tensor([one.studio.models.ids("dense", "36+28")])
+        with torch.no_grad():
+            theirs = load(run / "base/model")[0](ids).logits[0].softmax(-1)
+        said = found["models"]["dense"]["probability"]
+        assert said[-5:] == pytest.approx(theirs[-5:].max(-1).values.tolist(), abs=1e-5) and said[:-5] == [0.0] * 6
+        body = {"role": "sparse", "text": "36+28", "answer": 6, "position": 9}
+        assert one.ask("touch", body | {"closed": [[0, 0, 9, 1]]})["predicted"] is not None
+        assert "36+28" in one.ask("look", {"text": "hello"}, 400)["error"], "says what a prompt looks like"
+
+
+@pytest.mark.shared
+def test_a_real_model_answers(shared):
+    """stories15m, dense only: the likeliest words are transformers' own, and closing edges changes them as measured."""
+    with served(str(shared / "models/stories15m")) as one:
+        one.ready(120)
+        text = "Once upon a time, there was a little girl named"
+        found = one.ask("look", {"text": text})
+        model, _ = load(shared / "models/stories15m")
+        ids = torch.tensor([one.studio.models.ids("dense", text)])
+        with torch.no_grad():
+            p = model.float()(ids).logits[0, -1].softmax(-1)
+        best = found["models"]["dense"]["next"][0]
+        assert best["id"] == int(p.argmax()) and best["p"] == pytest.approx(float(p.max()), abs=1e-4)
+        body = {"role": "dense", "text": text, "answer": best["id"]}
+        edges = one.ask("effects", body)["edges"]
+        signs = 0
+        for *edge, effect in edges[:10]:
+            touched = one.ask("touch", body | {"closed": [edge]})
+            assert touched["predicted"] == pytest.approx(effect, rel=1e-3, abs=1e-4)
+            signs += (touched["after"] - touched["before"]) * effect > 0
+        assert signs >= 8, "on a real dense model first order tells the direction"
+
+
 def test_a_model_alone_has_a_studio_without_a_run(run):
     with served(str(run / "base" / "model")) as one:
         told = one.ready()

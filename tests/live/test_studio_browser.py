@@ -251,6 +251,8 @@ def test_discover_trace_keep_and_read_offline(studio, run, open_tab, browser):
     offline.locator("#studio li.card").first.wait_for()
     kept = offline.locator("#studio").text_content()
     assert "attention edges alone keep" in kept and shown in kept
+    (address,) = offline.locator("#studio li.card a").last.evaluate_all("all => all.map((one) => one.hash)")
+    assert offline.locator(address).count() == 1, "what was kept has an address"
     assert offline.locator("#attribution").text_content().count("w9") > 0, "the trace is in the report"
     offline.context.close()
 

@@ -15,7 +15,7 @@ export function keptList(kept, onOpen, onRemove) {
     kept.map((row) =>
       element(
         "li",
-        { class: "card" },
+        { class: "card", id: row.id ? `kept-${row.id}` : null },
         row.kind === "circuit" ? circuitCard(row) : experimentCard(row),
         element(
           "p",
@@ -23,6 +23,8 @@ export function keptList(kept, onOpen, onRemove) {
           onOpen && row.kind === "experiment" ? small("Open", () => onOpen(row)) : null,
           " ",
           onRemove ? small("Remove", () => onRemove(row.id)) : null,
+          " ",
+          row.id ? element("a", { href: `#kept-${row.id}` }, "Its address") : null,
         ),
       ),
     ),

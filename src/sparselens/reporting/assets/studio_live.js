@@ -188,6 +188,7 @@ export class LiveStudio {
     writeAddress(state);
   }
   type(text) {
+    if (this.ask_clean.value === this.state.text) this.ask_clean.value = text; // what nobody has changed follows
     this.set({ ...untouched(this.state), text, more: [], answer: null, position: null });
     this.look();
   }
