@@ -394,6 +394,25 @@ def test_a_run_that_must_be_made_first_shows_its_progress(run):
         assert b'id="summary"' in one.request("GET", f"/{TOKEN}/")[2]
 
 
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_demo_is_made_by_a_process_of_its_own(code, monkeypatch, tmp_path):
+    from sparselens.cli.pages import _make_demo
+
+    stand_in = tmp_path / "python"
+    stand_in.write_text(f"#!/bin/sh\nprintf 'step 1\\rstep 2\\n'\necho \"$@\"\nexit {code}\n")
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stand_in))
+    said = []
+    if code:
+        with pytest.raises(ValueError, match="the demo could not be made"):
+            _make_demo(tmp_path / "demo", said.append)
+    else:
+        assert _make_demo(tmp_path / "demo", said.append) == tmp_path / "demo"
+    assert [text.rpartition(": ")[2] for text in said] == [
+        "step 1", "step 2", f"-m sparselens demo --out {tmp_path / 'demo'}"
+    ]  # fmt: skip
+
+
 def test_what_cannot_be_opened_is_said(tmp_path):
     (tmp_path / "run.json").write_text('{"kind": "sparsify", "config": {}}')
     with served(tmp_path) as one:

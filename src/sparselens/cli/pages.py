@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tyro.conf import Positional
 
@@ -62,8 +62,8 @@ class StudioCommand:
 
 def _make_demo(out: Path, say: Callable[[str], None]) -> Path:
     """`sparselens demo` in a process of its own; its last line is what the page shows."""
-    command = [sys.executable, "-m", "sparselens", "demo", "--out", str(out)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    talk: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen([sys.executable, "-m", "sparselens", "demo", "--out", str(out)], **talk) as process:
         last = ""
         try:
             for line in process.stdout or ():
