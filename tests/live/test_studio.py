@@ -450,6 +450,12 @@ def test_bad_arguments_are_one_sentence(arguments, why, monkeypatch, tmp_path, c
     assert end.value.code == 2 and why in capsys.readouterr().err
 
 
+def test_without_its_packages_it_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(ValueError, match=r"pip install 'sparselens\[studio\]'"):
+        sl.studio(tmp_path, browser=False)
+
+
 def test_log_odds_keep_their_digits_where_the_model_is_sure():
     sure = torch.tensor([20.0, 0.0]).log_softmax(0)
     assert float(log_odds(sure, 0)) == pytest.approx(20, rel=1e-5)

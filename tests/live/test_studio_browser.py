@@ -144,6 +144,11 @@ def test_closing_a_gate_shows_what_the_model_itself_says(studio, run, open_tab):
     text = page.locator("#outcome").text_content()
     assert "measured" in text and "predicted" in text
     assert f"L{edge[0]}.H{edge[1]}" in page.locator("#changes").text_content()
+    with page.expect_download() as saved:
+        page.locator("#studio [data-download=JSON]").first.click()
+    told = json.loads(Path(saved.value.path()).read_bytes())
+    assert told["closed"] == [edge] and told["measured"]["p_after"] == pytest.approx(tab.shown())
+    assert told["edges"][0][:4] == edge
     # And a head.
     silence = page.locator("#studio [data-silence]").first
     head = [int(i) for i in silence.get_attribute("data-silence").split(".")]

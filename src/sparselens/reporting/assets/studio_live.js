@@ -2,6 +2,7 @@
 
 import { dropdown, element, number, percent, segments, swatch, table } from "./dom.js";
 import { ROLE_NAMES } from "./data.js";
+import { downloads } from "./download.js";
 import { HeadGrid, loadMaps } from "./maps.js";
 import { HeadMap } from "./head.js";
 import { Lens, tokenStrip, visible } from "./token_reads.js";
@@ -430,7 +431,7 @@ export class LiveStudio {
     });
     this.featureBox ??= element("div", {});
     this.tables.replaceChildren(
-      element("div", { class: "card" }, element("h3", {}, "Edges"), element("div", { class: "scroll tall", tabindex: "0", role: "region", "aria-label": "Edges" }, table(["head", "reads at", "from", "weight", "if closed, nats", ""], rows))),
+      element("div", { class: "card" }, element("div", { class: "card-head" }, element("h3", {}, "Edges"), this.saved()), element("div", { class: "scroll tall", tabindex: "0", role: "region", "aria-label": "Edges" }, table(["head", "reads at", "from", "weight", "if closed, nats", ""], rows))),
       element(
         "div",
         { class: "card stack" },
@@ -440,6 +441,16 @@ export class LiveStudio {
         this.featureBox,
       ),
     );
+  }
+
+  /** All edges the picture was made from, and what was asked. */
+  saved() {
+    const columns = ["layer", "head", "query", "key", "if_closed_nats", "weight"];
+    const rows = () => this.edges.map((edge) => [...edge, this.maps.weight(...edge.slice(0, 4))]);
+    return downloads("studio-edges", {
+      json: () => ({ ...this.state, tokens: this.prompt.tokens, measured: this.touched, columns, edges: rows() }),
+      csv: () => [columns, ...rows()],
+    });
   }
 
   showFeatures() {
