@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo test test-faults mutants audit format gpu browser clean
+.PHONY: demo test test-faults mutants audit format gpu browser docs clean
 
 demo: $(READY)
 	$(BIN)/sparselens demo
@@ -32,6 +32,11 @@ audit:
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The documentation as a site in build/site, notebooks made from their sources first. A warning is an error.
+docs: $(READY)
+	$(BIN)/python docs/notebooks/make.py
+	$(BIN)/python docs/make_site.py
 
 # For the tests of the report in a real browser, which are skipped without it. The one target that needs root.
 browser:

@@ -10,10 +10,11 @@ __version__ = "0.1.0"
 _NAMES = {
     "attribution.graph": "Graph", "attribution.trace": "trace", "circuits.circuit": "Circuit",
     "circuits.compare": "compare", "circuits.discover": "discover", "config": "Gate Search",
-    "data.registry": "register_data", "evaluation.export": "export push", "evaluation.side_by_side": "evaluate",
+    "data.registry": "register_data", "data.sample": "write_text", "evaluation.side_by_side": "evaluate",
     "gating": "gated_attention", "models.architectures": "Architecture register_architecture",
-    "models.loading": "add_gates load save", "runs.run": "Run", "serving.publish": "report",
-    "live.server": "studio", "tasks": "Pair Task register_task", "training.plan": "plan",
+    "models.loading": "add_gates load save", "runs.run": "Run", "serving.export": "export push",
+    "serving.publish": "report", "live.server": "studio", "tasks": "Pair Task register_task",
+    "training.plan": "plan",
     "training.sparsify": "sparsify", "transcoders.transcode": "transcode", "transcoders.transcoder": "Transcoder",
 }  # fmt: skip
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -27,13 +28,14 @@ if TYPE_CHECKING:
     from .circuits.discover import discover as discover
     from .config import Gate as Gate, Search as Search
     from .data.registry import register_data as register_data
-    from .evaluation.export import export as export, push as push
+    from .data.sample import write_text as write_text
     from .evaluation.side_by_side import evaluate as evaluate
     from .gating import gated_attention as gated_attention
     from .live.server import studio as studio
     from .models.architectures import Architecture as Architecture, register_architecture as register_architecture
     from .models.loading import add_gates as add_gates, load as load, save as save
     from .runs.run import Run as Run
+    from .serving.export import export as export, push as push
     from .serving.publish import report as report
     from .tasks import Pair as Pair, Task as Task, register_task as register_task
     from .training.plan import plan as plan

@@ -1,10 +1,15 @@
 """Settings as frozen dataclasses. Their field comments are the command line's help."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from tyro.conf import arg
 
 
 @dataclass(frozen=True)
@@ -19,7 +24,7 @@ class Gate:
     """all: softmax over every allowed key, closed edges drop out. open: renormalise over the open edges."""
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        _check_kinds(self)
         _require(math.isfinite(self.bias), f"bias={self.bias}: expected a finite number")
 
 
@@ -31,7 +36,7 @@ class Training:
     """Optimiser steps."""
     batch: int = 128
     """Sequences per step. Near the base's optimum a small batch's gradient is noise."""
-    micro_batch: int | None = None
+    micro_batch: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
     """Sequences per forward pass; gradients are accumulated up to `batch`. Default: the whole batch on a GPU (halved
     when memory runs out), about 8,000 tokens on a CPU."""
     lr: float = 6e-4
@@ -70,7 +75,7 @@ class Training:
     """Seed of data order, gates and adapters."""
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        _check_kinds(self)
         _expect(self, "at least 1", "steps", "batch", "evaluate_every", "evaluate_sequences", "checkpoint_every")
         _expect(self, "a positive number", "lr", "bias_lr", "clip")
         _expect(self, "a share between 0 and 1", "warmup", "decay")
@@ -111,7 +116,7 @@ class Sparsify:
     training: Training = field(default_factory=Training)
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        _check_kinds(self)
         if self.density is not None:
             _require(0 < self.density <= 1, f"density={self.density}: expected a share between 0 and 1, or None")
         _expect(self, "a share above 0, up to 1", "closing", "slack_until")
@@ -131,7 +136,7 @@ class Text:
 
     length: int = 512
     """Tokens per sequence."""
-    heldout: tuple[str, ...] = ()
+    heldout: Annotated[tuple[str, ...], arg(metavar="TEXT ...", help_behavior_hint="")] = ()
     """Held-out text. Default: every 20th document of the data, until there is enough."""
     heldout_tokens: int = 1 << 17
     """How much held-out text to keep."""
@@ -141,6 +146,7 @@ class Text:
     """Folder for tokenised text."""
 
     def __post_init__(self) -> None:
+        _check_kinds(self)
         _require(self.length >= 2, f"length={self.length}: expected at least 2 tokens")
         _expect(self, "at least 1", "heldout_tokens")
 
@@ -194,7 +200,7 @@ class Search:
     """Seed of prompts, bootstrap and random circuits."""
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        _check_kinds(self)
         known = get_args(Ask)
         for reading in self.readings:
             _require(reading in known, f"reading {reading!r}: expected some of {', '.join(known)}")
@@ -262,7 +268,7 @@ class Transcode:
     """Seed of weights and data order."""
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        _check_kinds(self)
         _expect(self, "at least 1", "features", "k", "steps", "batch", "normalise_over", "dead_after")
         _expect(self, "at least 1", "evaluate_every", "evaluate_sequences", "checkpoint_every")
         _expect(self, "a positive number", "lr", "clip", "sharpness", "threshold", "bandwidth")
@@ -276,7 +282,7 @@ class Transcode:
 class Trace:
     """How a prompt is taken apart."""
 
-    position: int | None = None
+    position: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
     """Position whose output is explained. Default: the last token of the prompt."""
     budget: int = 1000
     """Features whose incoming edges are computed, the most influential first."""
@@ -298,9 +304,27 @@ class Trace:
     """Memory to use for gradients, beside the model's own."""
 
     def __post_init__(self) -> None:
+        _check_kinds(self)
         _expect(self, "at least 1", "cluster_edges", "links", "memory_mb")
         _expect(self, "zero or more", "budget", "checks")
         _expect(self, "a share above 0, up to 1", "nodes", "edges", "layer_share")
+
+
+Settings = TypeVar("Settings")
+
+
+def changed(settings: Settings, changes: Mapping[str, Any]) -> Settings:
+    """The same with some fields by name: prompts=8. ValueError where there is no such field."""
+    known = [field.name for field in fields(settings)]  # type: ignore[arg-type]
+    if unknown := changes.keys() - set(known):
+        raise ValueError(unknown_setting(min(unknown), known))
+    return replace(settings, **changes)  # type: ignore[type-var]
+
+
+def unknown_setting(name: str, known: Iterable[str]) -> str:
+    """A sentence about a setting that does not exist."""
+    near = get_close_matches(name, known := sorted(known), n=1)
+    return f"unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else f": expected one of {known}")
 
 
 # ---- what may be in a field ------------------------------------------------------------------------------------------
@@ -311,12 +335,30 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _check_choices(settings: Any) -> None:
-    """Fields whose type is a Literal hold one of its values."""
+_NUMBERS: dict[type, tuple[type, str]] = {
+    int: (Integral, "a whole number"), float: (Real, "a number"), bool: (bool, "True or False")
+}  # fmt: skip
+
+
+def _check_kinds(settings: Any) -> None:
+    """Numbers are numbers, one of several words is one of them, and one of many needs no tuple around it."""
     for name, kind in get_type_hints(type(settings)).items():
-        known, value = get_args(kind), getattr(settings, name)
+        value, parts = getattr(settings, name), get_args(kind)
         if get_origin(kind) is Literal:
-            _require(value in known, f"{name}={value!r}: expected one of {', '.join(known)}")
+            _require(value in parts, f"{name}={value!r}: expected one of {', '.join(parts)}")
+        elif get_origin(kind) is tuple:
+            many = (value,) if isinstance(value, str | Path) else tuple(value)
+            object.__setattr__(settings, name, many)
+        else:
+            optional = isinstance(kind, UnionType) and type(None) in parts
+            kind = parts[0] if optional else kind
+            if kind in _NUMBERS and not (optional and value is None):
+                expected, words = _NUMBERS[kind]
+                right = isinstance(value, expected) and (kind is bool or not isinstance(value, bool))
+                _require(right, f"{name}={value!r}: expected {words}" + " or None" * optional)
+            elif kind is Path:
+                _require(isinstance(value, str | Path), f"{name}={value!r}: expected a path")
+                object.__setattr__(settings, name, Path(value))
 
 
 _RULES: dict[str, Callable[[float], bool]] = {

@@ -181,7 +181,7 @@ def test_gradients_of_attention(family, normalise, with_gates):
         assert torch.allclose(mixed, forward, atol=1e-12)
         found = torch.autograd.grad(mixed, inputs, g)
         part = plain.parts[layer]
-        a, b, c = plain._prepared(layer, slowed(q, 0.25), slowed(k, 0.25), slowed(v, 0.5))
+        a, b, c = plain.prepared(layer, slowed(q, 0.25), slowed(k, 0.25), slowed(v, 0.5))
         x = a @ b.transpose(2, 3) * part.scale
         x = x if part.softcap is None else part.softcap * torch.tanh(x / part.softcap)
         far = torch.arange(9)[:, None] - torch.arange(9) >= (part.window or 9)

@@ -3,6 +3,8 @@
 import gzip
 import json
 import lzma
+import socket
+import time
 
 import numpy as np
 import pytest
@@ -273,6 +275,21 @@ def test_datasets_are_streamed(tmp_path):
 
     found = [text for text, _ in dataset_documents(str(folder), "text")]
     assert found == documents()
+
+
+def test_a_dataset_on_a_hub_that_does_not_answer_costs_seconds(monkeypatch):
+    """Left to itself, datasets tries again for half a minute."""
+    from sparselens.data.documents import dataset_documents
+
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))  # and never listens
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("datasets.load_dataset", lambda *a, **o: pytest.fail("asked all the same"))
+        began = time.perf_counter()
+        with pytest.raises(ValueError, match=r"'nobody/nothing' names no file, .* does not answer"):
+            next(dataset_documents("nobody/nothing", "text"))
+        assert time.perf_counter() - began < 10
 
 
 @pytest.mark.parametrize(

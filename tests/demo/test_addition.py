@@ -10,11 +10,11 @@ import sparselens as sl
 from sparselens.data.registry import make_again
 from sparselens.demo import walk as demo_module
 from sparselens.demo.addition import CHARACTERS, EXAMPLE, AdditionBatches, answer, encode, make_model
-from sparselens.evaluation.export import export
 from sparselens.evaluation.side_by_side import evaluate
 from sparselens.models.loading import add_gates
 from sparselens.reporting.figures.flow import draw_flow
 from sparselens.runs.run import Run
+from sparselens.serving.export import export
 from sparselens.tasks import find
 
 

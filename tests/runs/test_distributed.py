@@ -190,6 +190,43 @@ def test_what_fsdp_cannot_do_here_is_refused(name, value, sentence, monkeypatch)
         distributed.start()
 
 
+SCALE = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
+COMMANDS = [line.strip() for line in SCALE.splitlines() if line.startswith(("    accelerate launch", "    torchrun"))]
+FEW = {
+    "sparsify": "--steps 1 --batch 2 --length 16 --heldout-tokens 300 --cache cache",
+    "transcode": "--steps 1 --batch 2 --length 16 --heldout-tokens 300 --cache cache --features 8 --k 2",
+    "discover": "--prompts 10 --readings removed components --steps 3 --points 6 --no-random-control",
+}
+
+
+@pytest.mark.parametrize("line", COMMANDS, ids=lambda line: line.split()[-6])
+def test_the_commands_of_the_page_run_and_say_how_many_processes_they_found(folder, line):
+    """As they stand in docs/scale.md, with a model of ours, and two processes for eight."""
+    verb = next(word for word in line.split() if word in FEW)
+    line = (
+        line.replace("examples/", f"{CLUSTER.parent}/")
+        .replace("MODEL", "base")
+        .replace("--data ...", "--data text.txt")
+    )
+    line = line.replace("--out ...", "--out out").replace("--task ioi", "--task task.jsonl")
+    line = line.replace("8-gpus.yaml", "8-gpus.yaml --num_processes 2 --main_process_port 0", 1)
+    line = line.replace("--nproc-per-node 8", "--standalone --nproc-per-node 2").replace(
+        "--multi_gpu", "--multi_gpu --main_process_port 0"
+    )
+    launcher, *rest = f"{line} {FEW[verb]}".split()
+    module = {"accelerate": ["accelerate.commands.launch"], "torchrun": ["torch.distributed.run"]}[launcher]
+    command = [sys.executable, "-m", *module, *(rest[1:] if launcher == "accelerate" else rest)]
+    done = subprocess.run(
+        command, env=os.environ | ENVIRONMENT, cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("2 processes") == 1 and (folder / "out").is_dir(), done.stdout
+
+
+def test_the_page_has_those_commands():
+    assert {word for line in COMMANDS for word in line.split() if word in FEW} == set(FEW)
+
+
 def test_other_commands_refuse_several_processes(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as stopped:

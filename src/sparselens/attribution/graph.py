@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..runs import pictures
 from ..runs.run import as_readable_as_others, read_json, reading, write_json
 from .rows import TargetRow, TraceRows
 
@@ -88,6 +89,28 @@ class Graph:
             self.node_kept = torch.ones(len(self.kind), dtype=torch.bool)
         if not len(self.edge_kept):
             self.edge_kept = torch.ones(len(self.source), dtype=torch.bool)
+
+    def __repr__(self) -> str:
+        target = ", ".join(t["label"] for t in self.targets[:2]) + (", ..." if len(self.targets) > 2 else "")
+        prompt = self.prompt if len(self.prompt) <= 40 else self.prompt[:39] + "…"
+        kept = f"{int(self.node_kept.sum()):,} of {self.n_nodes:,} nodes, {int(self.edge_kept.sum()):,} edges"
+        return f"Graph({prompt!r} -> {target}: {kept}, rows complete to {self.completeness_error:.1e})"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the strongest kept nodes over the prompt's words, layers upwards."""
+        shown = sorted((n for n in self.nodes() if n.position >= 0), key=lambda n: -n.influence)[:120]
+        place = {node.id: i for i, node in enumerate(shown)}
+        most = max((n.influence for n in shown if n.kind != "logit"), default=1.0) or 1.0
+        dots = [(n.position, n.layer, min(1.0, n.influence / most), self.label(n.id)) for n in shown]
+        sources, targets, weights = (part.tolist() for part in self.edges())
+        largest = max(map(abs, weights), default=1.0) or 1.0
+        edges = [
+            (place[s], place[t], w / largest)
+            for s, t, w in zip(sources, targets, weights, strict=True)
+            if s in place and t in place
+        ]
+        edges.sort(key=lambda edge: -abs(edge[2]))
+        return pictures.page(repr(self), pictures.web(dots, edges[:300], self.tokens))
 
     # ---- reading ----
 

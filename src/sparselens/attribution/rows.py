@@ -1,7 +1,9 @@
 """trace.json and clusters.json, key by key: what `trace` writes, figure 4 draws and the report shows. No torch."""
 
 from collections.abc import Mapping
-from typing import NotRequired, TypedDict
+from typing import TypedDict
+
+from typing_extensions import NotRequired
 
 from ..runs.rows import Provenance
 

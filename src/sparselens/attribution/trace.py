@@ -12,16 +12,15 @@
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..config import Trace
-from ..models.loading import Source, name_of, resolve
+from ..config import Trace, changed
+from ..models.loading import Source, check_source, name_of, resolve
 from ..runs.run import Run, check_folder, check_writable, provenance, write_json
 from ..transcoders.transcoder import Transcoder
 from .clusters import (
@@ -93,7 +92,9 @@ def trace(
     clusters: rules, or a file of them (clusters.json); edge: "source->target", the one between clusters to look at
     closely.
     """
-    settings = _with(settings or Trace(), overrides)
+    settings = changed(settings or Trace(), overrides)
+    for model in (source,) if against is None else (source, against[0]):
+        check_source(model)
     summed_up = any(asked is not None for asked in (out, json, against, say))
     _check(prompt, target, one_target=summed_up)
     check_folder(None if out is None else Path(out))
@@ -123,16 +124,11 @@ def trace(
     return parts[0].graph
 
 
-def _with(settings: Trace, overrides: Mapping[str, Any]) -> Trace:
-    unknown = overrides.keys() - {field.name for field in fields(settings)}
-    if unknown:
-        raise ValueError(f"unknown setting {min(unknown)!r}; see sparselens trace --help for all of them")
-    return replace(settings, **overrides)
-
-
 def _check(prompt: Any, target: Any, one_target: bool) -> None:
     if one_target and isinstance(target, list):
         raise ValueError(f"target={target!r}: rows and files explain one target; leave out `out`, `json` and `against`")
+    if not isinstance(prompt, str | Sequence | Tensor):
+        raise ValueError(f"prompt={prompt!r}: expected text, or token ids")
     if not isinstance(prompt, str):
         return
     if not prompt:
@@ -146,6 +142,11 @@ def _check(prompt: Any, target: Any, one_target: bool) -> None:
 def _coder(transcoder: Features) -> Transcoder:
     if isinstance(transcoder, Transcoder):
         return transcoder
+    if not isinstance(transcoder, str | Path | Run):
+        raise ValueError(
+            f"expected a transcoder (its Run, its folder, or a Transcoder), got {type(transcoder).__name__}: "
+            "trace(model, transcoder, prompt)"
+        )
     return Transcoder.load(transcoder.path if isinstance(transcoder, Run) else transcoder)
 
 

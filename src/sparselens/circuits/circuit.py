@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from ..models.component_graph import Components
+from ..runs import pictures
 from ..runs.run import read_json, reading, write_bytes
 from .faithfulness import Curve
 from .rows import Overlap, Results
@@ -46,6 +47,28 @@ class Circuit:
     d_model: int | None = None
     results: Results = field(default_factory=dict)  # type: ignore[assignment]  # what `discover` measured
     curves: dict[str, Curve] = field(default_factory=dict)  # by reading, where they were measured
+
+    def __repr__(self) -> str:
+        found = self.results
+        asked = f"{found['task']} in {found['model']}: " if found else ""
+        parts = [f"{self.n_edges:,} of {self.components.n_edges:,} edges between components"] if self.n_edges else []
+        for name, row in found.get("readings", {}).items() if found else ():
+            if "0.9" in row["edges_at"] and name != "components":
+                parts.append(f"{name} {row['edges_at']['0.9']:,.0f} of {row['n_edges']:,}")
+        return f"Circuit({asked}{', '.join(parts) or 'empty'}{'; 90 % of the effect' if parts and found else ''})"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: explained effect over edges kept, and the edges of every head, where there is a graph."""
+        curves = [(name, curve.edges.tolist(), curve.effects().tolist()) for name, curve in self.curves.items()]
+        drawn = [pictures.lines(curves, "edges kept", "explained effect", log=True)]
+        if self.n_edges:
+            touched = dict(zip(self.components.writers, self.mask.sum(0).tolist(), strict=True))
+            heads = [
+                [touched.get(f"a{layer}.h{head}", 0) for head in range(self.components.n_heads)]
+                for layer in range(self.components.n_layers)
+            ]
+            drawn.append(pictures.heat(heads, "head", "layer"))
+        return pictures.page(repr(self), *drawn)
 
     @property
     def n_edges(self) -> int:

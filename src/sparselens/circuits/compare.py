@@ -1,17 +1,17 @@
 """The same task in a dense model, a sparse one and, where there is one, the matched dense control."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from .. import tasks as registry
-from ..config import Search
-from ..models.loading import Source, resolve
+from ..config import Search, changed
+from ..models.loading import Source, check_source, resolve
 from ..runs.run import Run, check_folder, check_writable, provenance, write_json
 from .circuit import Circuit, overlap
 from .discover import Chosen, alternatives_table, discover_on, prepare
@@ -54,7 +54,7 @@ class Comparison(dict[str, object]):
 def compare(
     dense: Source,
     sparse: Source,
-    tasks: str | Sequence[str | registry.Task] = ("ioi",),
+    tasks: registry.Tasks = ("ioi",),
     *,
     control: Source | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -64,23 +64,27 @@ def compare(
     json: str | Path | None = None,
     show_progress: bool = False,
     say: Callable[[str], None] = print,
+    **changes: Any,
 ) -> Comparison:
     """Paired curves of explained effect and, per threshold, how many times fewer edges the sparse model needs.
 
     Models are names, paths, Runs or loaded models (then with `tokenizer`, or as (model, tokenizer)). All run on the
-    same prompts, those that every one of them gets right. A Run with a control brings it along. out: a folder for the
-    circuits and results.json; json: a file for the multipliers alone.
+    same prompts, those that every one of them gets right. A Run with a control brings it along. Settings are those of
+    config.Search; single ones may be given by name, as in discover: prompts=8. out: a folder for the circuits and
+    results.json; json: a file for the multipliers alone.
     """
-    settings = settings or Search()
+    settings = changed(settings or Search(), changes)
     folder, file = (Path(path) if path is not None else None for path in (out, json))
     check_folder(folder)  # what can be refused is refused before a model is loaded
     check_writable(file)
     found = _found(tasks)
+    for given in (dense, sparse) if control is None else (dense, sparse, control):
+        check_source(given)
     sources = {"dense": dense, "sparse": sparse, "control": _control(sparse) if control is None else control}
     models: dict[str, nn.Module] = {}
     for role, source in sources.items():
         if source is not None:
-            models[role], own = resolve(source, tokenizer)
+            models[role], own = resolve(source, tokenizer, say)
             tokenizer = tokenizer or own
     if tokenizer is None:
         raise ValueError("compare needs a tokenizer beside loaded models: compare(dense, sparse, tokenizer=tokenizer)")
@@ -130,11 +134,10 @@ def _write(result: Comparison, task: str, folder: Path | None, file: Path | None
                 circuit.save(folder / f"circuit-{task}-{role}.json")
 
 
-def _found(tasks: str | Sequence[str | registry.Task]) -> list[registry.Task]:
-    wanted = [tasks] if isinstance(tasks, str) else list(tasks)
-    if not wanted:
+def _found(tasks: registry.Tasks) -> list[registry.Task]:
+    found = registry.find_all(tasks)
+    if not found:
         raise ValueError("no task to compare; name at least one with --tasks")
-    found = [registry.find(task) for task in wanted]
     if len({task.name for task in found}) < len(found):
         raise ValueError("two tasks of the same name: " + ", ".join(task.name for task in found) + "; rename a file")
     return found

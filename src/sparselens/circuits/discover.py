@@ -21,10 +21,10 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from .. import tasks
-from ..config import Search
+from ..config import Search, changed
 from ..models.architectures import architecture, base_model, dimensions, mlp_width
 from ..models.decoder import Decoder
-from ..models.loading import Source, is_gated, name_of, resolve
+from ..models.loading import Source, check_source, is_gated, name_of, resolve
 from ..runs import distributed
 from ..runs.run import check_folder, check_writable, provenance, write_json
 from ..tasks.prompts import Prompts, build, of_common_length
@@ -72,17 +72,19 @@ def discover(
     circuit.json and results.json; json: a file for the results alone. Several processes, each with the whole model,
     share the work.
     """
-    settings = dataclasses.replace(settings or Search(), **changes | ({} if method is None else {"method": method}))
+    settings = changed(settings or Search(), changes | ({} if method is None else {"method": method}))
+    check_source(source)
     folder, file = (Path(path) if path is not None else None for path in (out, json))
     found = tasks.find(task)  # what can be refused is refused before a model is loaded
     check_folder(folder)
     check_writable(file)
     distributed.start()
     say, show_progress = distributed.quiet(say), show_progress and distributed.is_main()
-    model, tokenizer = resolve(source, tokenizer)
+    model, tokenizer = resolve(source, tokenizer, say)
     if tokenizer is None:
         raise ValueError("discover needs a tokenizer beside a loaded model: discover(model, tokenizer)")
     prompts = prepare([model], tokenizer, found, settings, say)
+    say(f"{found.name} in {name_of(source)}; {distributed.in_words()}")
     circuit = discover_on(model, found.name, prompts, settings, show_progress=show_progress, say=say)
     circuit.results["model"] = name_of(source)
     if distributed.is_main():

@@ -8,15 +8,18 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
 from .. import tasks
 from ..config import Search
+from ..models.access import SAFE, access, refusing
 from ..models.architectures import dimensions, mlp_width
 from ..models.decoder import Decoder
-from ..models.loading import SAFE, access, refusing
+from ..models.loading import Source, resolve
+from ..runs.run import Run
 from ..tasks.prompts import Prompts, build, of_common_length
 from ..training.plan import available_memory, matmul_flops, read_config
 from .attention_edges import AttentionEdges, Others, bytes_per_prompt, prompt_bytes
@@ -63,18 +66,24 @@ class Need:
         )
 
 
-def plan_task(model: str | Path, task: str, settings: Search, n_models: int = 3, gpus: int | None = None) -> Need:
+def plan_task(model: Source, task: str, settings: Search, n_models: int = 3, gpus: int | None = None) -> Need:
     """What `compare` (three models) or `discover` (one) will need for the readings of attention edges and heads.
 
     Only the model's configuration and tokenizer are read.
     """
     from transformers import AutoTokenizer
 
-    found, config, path = tasks.find(task), read_config(model), Path(model)
-    gguf = path.suffix == ".gguf"
-    with refusing(f"no tokenizer found at {str(model)!r} (", ")"):
-        options = SAFE | {"gguf_file": path.name} if gguf else access(str(model)).options
-        tokenizer = AutoTokenizer.from_pretrained(str(path.parent if gguf else model), **options)
+    found, config = tasks.find(task), read_config(model)
+    if isinstance(model, Run) or (isinstance(model, str | Path) and (Path(model) / "run.json").is_file()):
+        model = Run(model).started_from
+    if isinstance(model, str | Path):
+        path = Path(model)
+        gguf = path.suffix == ".gguf"
+        with refusing(f"no tokenizer found at {str(model)!r} (", ")"):
+            options = SAFE | {"gguf_file": path.name} if gguf else access(str(model)).options
+            tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent if gguf else model), **options)
+    else:
+        tokenizer = resolve(model)[1]
     d, n = dimensions(config), settings.prompts
     (prompts,) = of_common_length(build(found, tokenizer, 8 * n, settings.seed, d.max_tokens, lambda text: None))
     (_, tokens), reads = prompts.clean.shape, prompts.position.shape[1]

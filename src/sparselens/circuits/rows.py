@@ -23,7 +23,9 @@ baseline: dense or control. threshold: 0.8, 0.9, 0.95, 0.98; for scope "task" al
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
+
+from typing_extensions import NotRequired
 
 MEAN = "mean"  # among the thresholds
 TASK = "-task"  # ends the name of an attention edge reading with the scope of a task

@@ -1,33 +1,33 @@
 """Circuits of one model and of two: discover, compare."""
 
 import dataclasses
-from pathlib import Path
+from typing import Annotated
 
-from tyro.conf import OmitArgPrefixes, Positional
+from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from ..config import Search
 from ..runs import distributed
+from .common import File, Folder, Model, Name, OnDevice
 
 
 @dataclasses.dataclass(frozen=True)
-class DiscoverCommand:
+class DiscoverCommand(OnDevice):
     """Find the circuits with which a model does a task: how few attention edges, heads or parts are enough."""
 
-    model: Positional[str]
+    model: Model
     """Hugging Face name, model folder, Run or .gguf file."""
     task: str = "ioi"
     """ioi, ioi-long, greater-than, docstring, antonym, induction, addition, or a .jsonl file of your own pairs."""
-    out: Path | None = None
+    out: Folder = None
     """Folder for results.json, the figures and, with components, circuit.json (MIB's format)."""
-    json: Path | None = None
+    json: File = None
     """Write the results to this file."""
     settings: OmitArgPrefixes[Search] = dataclasses.field(default_factory=Search)
 
     def __call__(self) -> None:
         from ..circuits.discover import discover, table
 
-        options = {name: value for name, value in vars(self).items() if name != "model"}
-        circuit = discover(self.model, **options, show_progress=True)
+        circuit = discover(self.model, **self.options("model"), show_progress=True)
         if not distributed.is_main():
             return
         print("\n" + table(circuit.results))
@@ -40,27 +40,27 @@ class DiscoverCommand:
 
 
 @dataclasses.dataclass(frozen=True)
-class CompareCommand:
+class CompareCommand(OnDevice):
     """The same tasks in a dense and in a sparse model: how many times fewer edges does the sparse one need?"""
 
-    dense: Positional[str]
+    dense: Annotated[Positional[str], arg(metavar="DENSE")]
     """The dense model: name, folder, Run or .gguf file."""
-    sparse: Positional[str]
+    sparse: Annotated[Positional[str], arg(metavar="SPARSE")]
     """The sparse model; a Run brings its matched dense control along."""
-    tasks: tuple[str, ...] = ("ioi",)
+    tasks: Annotated[tuple[str, ...], arg(metavar="TASK ...")] = ("ioi",)
     """Tasks, by name or as .jsonl files."""
-    control: str | None = None
+    control: Name = None
     """A dense model that has had the same training as the sparse one."""
-    out: Path | None = None
+    out: Folder = None
     """Folder for the circuits, results.json and figures 2 and 3."""
-    json: Path | None = None
+    json: File = None
     """Write the multipliers to this file."""
     settings: OmitArgPrefixes[Search] = dataclasses.field(default_factory=Search)
 
     def __call__(self) -> None:
         from ..circuits.compare import compare, table
 
-        result = compare(**vars(self), show_progress=True)
+        result = compare(**self.options(), show_progress=True)
         print("\n" + table(result))
         if self.out is not None:
             from ..reporting.figures.circuits import draw_all

@@ -2,27 +2,29 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Annotated
 
-from tyro.conf import OmitArgPrefixes, Positional
+from tyro.conf import OmitArgPrefixes, arg
 
 from ..config import Text, Trace, Transcode
 from ..runs import distributed
 from ..runs.run import Run, write_json
+from .common import File, Folder, Model, Name, OnDevice
 
 
 @dataclasses.dataclass(frozen=True)
-class TranscodeCommand:
+class TranscodeCommand(OnDevice):
     """Train sparse features that stand in for a model's MLPs (a cross-layer transcoder)."""
 
-    model: Positional[str]
+    model: Model
     """Hugging Face name, model folder, Run or .gguf file; dense or sparse."""
-    data: tuple[str, ...]
+    data: Annotated[tuple[str, ...], arg(metavar="TEXT ...")]
     """Text: files or globs (.txt, .jsonl, .parquet, plain or .gz/.xz/.zst) or a Hugging Face dataset name."""
     out: Path
     """Folder of the Run; must not exist yet, unless with --resume."""
     resume: bool = False
     """Go on where an interrupted run stopped (same settings)."""
-    json: Path | None = None
+    json: File = None
     """Also write the results to this file."""
     settings: OmitArgPrefixes[Transcode] = dataclasses.field(default_factory=Transcode)
     text: OmitArgPrefixes[Text] = dataclasses.field(default_factory=Text)
@@ -30,36 +32,35 @@ class TranscodeCommand:
     def __call__(self) -> None:
         from ..transcoders.transcode import transcode
 
-        options = {name: value for name, value in vars(self).items() if name not in ("model", "data", "json")}
-        transcode(self.model, data=list(self.data), **options)
+        transcode(self.model, data=list(self.data), **self.options("model", "data", "json"))
         if self.json is not None and distributed.is_main():
             run = Run(self.out)
             write_json(self.json, run.read("results.json") | {"provenance": run.record["provenance"]})
 
 
 @dataclasses.dataclass(frozen=True)
-class TraceCommand:
+class TraceCommand(OnDevice):
     """Take one prompt apart: which features feed the answer, and which heads carry them (figure 4)."""
 
-    model: Positional[str]
+    model: Model
     """Hugging Face name, model folder, Run or .gguf file; dense or sparse."""
     transcoder: Path
     """The model's transcoder: a Run of `transcode`, or a folder in circuit-tracer's layout."""
     prompt: str
     """The prompt. (For an addition Run: 36+28=?????)"""
-    target: str | None = None
+    target: Name = None
     """What to explain: a token ('small'), a difference ('small - large'). Default: the likeliest next token."""
-    against: str | None = None
+    against: Name = None
     """A second model on the same prompt, to put beside the first."""
-    against_transcoder: Path | None = None
+    against_transcoder: Folder = None
     """The second model's transcoder."""
-    clusters: Path | None = None
+    clusters: File = None
     """Clusters edited by hand (clusters.json, as --out writes it)."""
-    edge: str | None = None
+    edge: Name = None
     """The cluster edge to look at closely, source->target. Default: the strongest from elsewhere into the answer."""
-    out: Path | None = None
+    out: Folder = None
     """Folder for trace.json, the graph, figure 4, clusters.json and the graph in Neuronpedia's format."""
-    json: Path | None = None
+    json: File = None
     """Write the rows to this file."""
     settings: OmitArgPrefixes[Trace] = dataclasses.field(default_factory=Trace)
 

@@ -5,20 +5,22 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
+
+from .common import File, Folder, OnDevice, RunFolder
 
 
 @dataclasses.dataclass(frozen=True)
-class ReportCommand:
+class ReportCommand(OnDevice):
     """One HTML page of a Run (or two) to explore, keep and send: opens from disk, offline, in any browser."""
 
-    runs: Positional[tuple[Path, ...]]
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN ...", help_behavior_hint="")]
     """One Run folder, or two to switch between."""
-    out: Path | None = None
+    out: File = None
     """The page. Default: report.html in the (first) Run."""
-    prompt: tuple[str, ...] = ()
+    prompt: Annotated[tuple[str, ...], arg(metavar="TEXT ...", help_behavior_hint="")] = ()
     """Prompts for the attention explorer, before the built-in ones (for an addition Run: sums, such as 36+28)."""
     serve: bool = False
     """Serve the page on this machine instead, and reload it while the Run goes on."""
@@ -41,10 +43,10 @@ class ReportCommand:
 
 
 @dataclasses.dataclass(frozen=True)
-class StudioCommand:
+class StudioCommand(OnDevice):
     """A live page: type a prompt, close a gate, silence a head, and see what the answer does."""
 
-    run: Positional[str | None] = None
+    run: Annotated[Positional[str | None], arg(metavar="RUN|MODEL", help_behavior_hint="")] = None
     """Run folder, model folder or Hugging Face name. Without it: the demo's Run, made first if it is missing."""
     port: int = 8766
     """Port on this machine; 0 takes any free one."""
@@ -81,11 +83,11 @@ def _make_demo(out: Path, say: Callable[[str], None]) -> Path:
 class Figures:
     """Figures 1 to 4 of a Run for print, from the same rows as the report."""
 
-    run: Positional[Path]
+    run: RunFolder
     """Run folder."""
     format: Literal["pdf", "svg", "png"] = "pdf"
     """File format."""
-    out: Path | None = None
+    out: Folder = None
     """Folder for the figures. Default: the Run."""
 
     def __call__(self) -> None:

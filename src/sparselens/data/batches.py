@@ -18,12 +18,13 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NotRequired, Protocol, TypedDict
+from typing import Any, Literal, Protocol, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import NotRequired
 
 from ..models.loading import first_token
 from ..runs.run import give_back, read_json, reading, take_lock, write_bytes, write_json

@@ -133,8 +133,12 @@ def dataset_documents(name: str, field: str) -> Iterator[tuple[str, bool]]:
     """Documents of a Hugging Face dataset, streamed: "owner/name", "owner/name:config" or "owner/name:config:split"."""
     import datasets
 
+    from ..models.access import access  # imports transformers, which takes seconds
+
     repository, _, rest = name.partition(":")
     config, _, split = rest.partition(":")
+    if trouble := access(repository).trouble:  # asked first: datasets would try again for half a minute
+        raise ValueError(f"no text found: {name!r} names no file, and the hub cannot be asked for a dataset{trouble}")
     try:
         rows = datasets.load_dataset(repository, config or None, split=split or "train", streaming=True)
     except Exception as error:  # the hub's many ways of saying no

@@ -1,4 +1,4 @@
-"""Models side by side: loss and density, benchmarks, what they say, attention on a few prompts, export, kernel times.
+"""Models side by side: loss and density, benchmarks, what they say, attention, parity with transformers, kernel times.
 
 Imports everything above it: circuits, attribution, training, tasks, models.
 """

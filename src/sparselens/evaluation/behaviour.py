@@ -11,11 +11,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import NotRequired
 
 from .. import tasks as registry
 from ..circuits.discover import answered

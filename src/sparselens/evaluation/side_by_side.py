@@ -16,12 +16,12 @@ from ..config import Text
 from ..data.batches import Batches, TextBatches
 from ..data.registry import make_again
 from ..models.architectures import base_model, dimensions
-from ..models.loading import Source, is_gated, name_of, resolve
+from ..models.loading import Source, check_source, is_gated, name_of, resolve
 from ..runs import distributed
 from ..runs.rows import EvaluationRow
 from ..runs.run import Run, check_folder, check_writable, provenance, reading, write_bytes, write_json
 from ..training.measure import in_bf16, measure
-from ..training.sparsify import loss_table, report_slice
+from ..training.sparsify import loss_table, patterns_of, report_slice
 from .behaviour import behaviour as behaviour_of, check_one_vocabulary, markdown, read_prompts
 from .lm_eval import answer_benchmarks, benchmark_table, find_benchmarks
 
@@ -40,6 +40,7 @@ class Asked:
     behaviour: Path | None  # folder for what the models say, side by side
     prompts: list[str]
     tasks: list[registry.Task]
+    say: Callable[[str], None]
 
     @property
     def without_text(self) -> bool:
@@ -48,9 +49,9 @@ class Asked:
 
 
 def evaluate(
-    models: Source | list[Source], *, data: str | Sequence[str] = (), sequences: int = 64,
-    benchmarks: Sequence[str] = (), questions: Path | None = None, limit: int | None = None,
-    behaviour: Path | None = None, prompts: Path | None = None, tasks: Sequence[str] = (),
+    models: Source | list[Source], *, data: str | Path | Sequence[str | Path] = (), sequences: int = 64,
+    benchmarks: str | Sequence[str] = (), questions: str | Path | None = None, limit: int | None = None,
+    behaviour: str | Path | None = None, prompts: str | Path | None = None, tasks: registry.Tasks = (),
     json: str | Path | None = None, say: Callable[[str], None] = print,
 ) -> list[EvaluationRow]:  # fmt: skip
     """One row per model, with loss, KL and density on the Run's held-out text or on `data`.
@@ -61,6 +62,10 @@ def evaluate(
     after `prompts` (a file; default: fifty ordinary ones) and on `tasks`.
     """
     sources = models if isinstance(models, list) else [models]
+    for source in sources:
+        check_source(source)
+    benchmarks, data = patterns_of(benchmarks), patterns_of(data)
+    questions, behaviour, prompts = (None if p is None else Path(p) for p in (questions, behaviour, prompts))
     for name, number in (("sequences", sequences), ("limit", limit)):
         if number is not None and number < 1:
             raise ValueError(f"{name}={number}: expected at least 1")
@@ -74,9 +79,9 @@ def evaluate(
     check_writable(None if json is None else Path(json))
     check_folder(behaviour)
     asked = Asked(
-        data=[data] if isinstance(data, str) else list(data), sequences=sequences, behaviour=behaviour,
-        prompts=read_prompts(prompts), tasks=[registry.find(task) for task in tasks],
-        benchmarks=find_benchmarks(list(benchmarks), questions) if benchmarks else [], limit=limit,
+        data=data, sequences=sequences, behaviour=behaviour, prompts=read_prompts(prompts),
+        tasks=registry.find_all(tasks), limit=limit, say=say,
+        benchmarks=find_benchmarks(benchmarks, questions) if benchmarks else [],
     )  # fmt: skip
     rows: list[EvaluationRow] = []
     for run in runs:
@@ -159,8 +164,7 @@ def _of_run(run: Run, asked: Asked) -> list[EvaluationRow]:
         start, count = report_slice(batches) if not asked.data else (0, batches.n_heldout)
         return batches, start, min(count, asked.sequences)
 
-    own = run.path / "base" / "model"  # of a Run that did not start from somebody else's
-    sources: list[tuple[str, Source]] = [("base", str(own if own.is_dir() else config["model"]))]
+    sources: list[tuple[str, Source]] = [("base", run.started_from)]
     for kind, folder in (("control", run.path / "control" / "model"), ("sparse", run.path / "model")):
         if folder.is_dir():
             sources.append((kind, str(folder)))
@@ -231,7 +235,7 @@ def _rows(
     kept: dict[str, nn.Module] = {}  # the models, where they are to be put side by side
     text: Slice | None = None
     for kind, source in sources:
-        model, tokenizer = resolve(source)
+        model, tokenizer = resolve(source, say=asked.say)
         if tokenizer is None:
             raise ValueError("a model without a tokenizer cannot be evaluated: give (model, tokenizer)")
         kind = kind or _kind(model, rows)

@@ -39,6 +39,7 @@ class Refused(Exception):
 
 def make_app(studio: Studio, token: str) -> Any:
     """The ASGI application."""
+    from anyio import fail_after
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -69,7 +70,7 @@ def make_app(studio: Studio, token: str) -> Any:
         work = studio.start if verb in JOBS else studio.answer
         answer = studio.worker.ask(lambda: work(verb, body))
         try:
-            async with asyncio.timeout(ANSWERED):
+            with fail_after(ANSWERED):
                 return JSONResponse(await asyncio.wrap_future(answer))
         except TimeoutError:
             raise Refused(503, "other work takes long; ask again in a moment") from None
@@ -97,11 +98,13 @@ def make_app(studio: Studio, token: str) -> Any:
 
 async def body_of(request: Any) -> dict[str, Any]:
     """A request's JSON object."""
+    from anyio import fail_after
+
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise Refused(415, "expected application/json")
     content = b""
     try:
-        async with asyncio.timeout(ARRIVES):
+        with fail_after(ARRIVES):
             async for part in request.stream():
                 content += part
                 if len(content) > MOST_BYTES:
@@ -134,6 +137,8 @@ def check(request: Any, token: str) -> None:
 def guarded(app: Any) -> Any:
     """The application with safe headers on every answer and an end to every request."""
 
+    from anyio import fail_after
+
     async def run(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await app(scope, receive, send)
@@ -146,7 +151,7 @@ def guarded(app: Any) -> Any:
             await send(message)
 
         try:
-            async with asyncio.timeout(TAKEN):
+            with fail_after(TAKEN):
                 await app(scope, receive, careful)
         except TimeoutError:
             transport = scope.get("extensions", {}).get("sparselens.close")

@@ -8,40 +8,48 @@ who overrides the first (`from_pretrained(..., attn_implementation="eager")`) ge
 which asks nobody; everything here refuses it. Switched later, a model with gates stops at its next forward pass.
 """
 
+import copy
 import json
 import mmap
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import huggingface_hub
 import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
 from ..config import Gate
 from ..runs import distributed
-from ..runs.run import Run, one_line, read_json, reading, whole_folder
+from ..runs.run import Run, read_json, reading, whole_folder
+from .access import SAFE, access, check_versions, quiet, refusing
 from .architectures import architecture, attention_modules, base_model, dimensions
 from .attention import NAME, give_patterns, refuse_other_attention
 
 INDEX = "model.safetensors.index.json"  # which file has which weight, where there are several
-SAFE: Any = {"trust_remote_code": False}  # said aloud: left open, transformers asks the user to run a stranger's code
-PATIENCE = 3  # seconds to wait for the hub
 # What a verb may be given as its model.
+WAYS = "a name, a path, a Run, a model from transformers, or (model, tokenizer)"
 Source = str | Path | Run | nn.Module | tuple[nn.Module, PreTrainedTokenizerBase]
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 ADAPTER_PREFIX = "sparselens:"  # marks an adapter's base so that plain peft cannot load it without its gates
 
 
-def add_gates(model: PreTrainedModel, gate: Gate) -> PreTrainedModel:
-    """Put gates into a dense model, in place: a learnable bias per head and the gated attention."""
+def add_gates(model: PreTrainedModel, gate: Gate | None = None) -> PreTrainedModel:
+    """Put gates into a dense model, in place: a learnable bias per head and the gated attention. Returns the model.
+
+    gate: how they begin; without it, as in `Gate()`.
+    """
+    gate = Gate() if gate is None else gate
+    if not isinstance(gate, Gate):
+        raise ValueError(f"gate={one_thing(gate)}: expected a Gate, such as sl.Gate(bias=0.0)")
+    if isinstance(model, tuple) or not isinstance(model, nn.Module):
+        raise ValueError(f"expected a model in memory, got {one_thing(model)}; sl.load(name, gate=...) takes a name")
+    check_source(model)
+    check_versions()
     if is_gated(model):
         raise ValueError("this model already has gates; change its `gate_bias` parameters instead of adding new ones")
     architecture(model.config)
@@ -88,12 +96,18 @@ def gate_biases(model: nn.Module) -> list[nn.Parameter]:
 
 
 def load(
-    source: str | Path, gate: Gate | None = None, dtype: str = "float32", device: str | None = None
+    source: str | Path | Run, gate: Gate | None = None, dtype: str = "float32", device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """(model, tokenizer) from a hub name, a folder, a Run or a .gguf file: dense or sparse, as it was saved.
 
     gate: put gates into a dense model. Refused for a model that has gates already.
     """
+    if not isinstance(source, str | Path | Run):
+        raise ValueError(f"expected a name, a path or a Run to load, got {one_thing(source)}")
+    check_versions()
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
+    source = source.path if isinstance(source, Run) else source
     path = Path(source)
     if (path / "run.json").is_file():
         path = path / "model"
@@ -114,20 +128,59 @@ def load(
 
 
 def resolve(
-    source: Source, tokenizer: PreTrainedTokenizerBase | None = None
+    source: Source, tokenizer: PreTrainedTokenizerBase | None = None, say: Callable[[str], None] = print
 ) -> tuple[nn.Module, PreTrainedTokenizerBase | None]:
     """(model, tokenizer) of whatever a verb was given: a name, a path, a Run, a model, or (model, tokenizer).
 
-    What is loaded here goes to the GPU, where there is one; a model in memory stays where it is.
+    What is loaded here goes to the device, in float32; a model in memory stays where and as it is. Where that is half
+    precision, a copy in float32 is used, with a line. A model without a tokenizer gets the one of the name it has.
     """
-    if isinstance(source, Run):
-        source = source.path
-    if isinstance(source, str | Path):
+    check_source(source)
+    if isinstance(source, str | Path | Run):
         # With FSDP2 a model stays whole, on the CPU, until it is split.
-        model, own = load(source, device=None if distributed.sharded() else distributed.device())
-        return model, tokenizer or own
-    found = source if isinstance(source, tuple) else (source, tokenizer)
-    is_gated(base_model(found[0]))  # or refused
+        loaded, its = load(source, device=None if distributed.sharded() else distributed.device())
+        return loaded, tokenizer or its
+    model, own = source if isinstance(source, tuple) else (source, None)
+    is_gated(base_model(model))  # or refused
+    half = next((p.dtype for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)), None)
+    if half is not None:
+        name = f"{half}".removeprefix("torch.")
+        say(f"{name_of(source)} is in {name}; a copy of it in float32 is used")
+        model = copy.deepcopy(model).float()
+    return model, tokenizer or own or _tokenizer_of(model)
+
+
+def check_source(source: object) -> None:
+    """ValueError for what is no model, and no way to one."""
+    if isinstance(source, str | Path | Run):
+        return
+    model: object = source[0] if isinstance(source, tuple) and len(source) == 2 else source
+    other = source[1] if isinstance(source, tuple) and len(source) == 2 else None
+    if not isinstance(model, nn.Module) or not (other is None or isinstance(other, PreTrainedTokenizerBase)):
+        got = (
+            f"({', '.join(type(part).__name__ for part in source)})" if isinstance(source, tuple) else one_thing(source)
+        )
+        raise ValueError(f"expected a model, got {got}: {WAYS}")
+    if not hasattr(base_model(model), "config"):
+        raise ValueError(f"{type(model).__name__} is no model of transformers (it has no config): {WAYS}")
+
+
+def one_thing(value: object) -> str:
+    """A value of a wrong kind, for a sentence about it."""
+    text = repr(value)
+    return type(value).__name__ + (f" {text}" if len(text) <= 40 and "\n" not in text else "")
+
+
+def _tokenizer_of(model: nn.Module) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that lies where a model in memory came from, if it can still be found."""
+    name = str(base_model(model).config._name_or_path or "")
+    if not name or Path(name).suffix == ".gguf":
+        return None
+    try:
+        with quiet():
+            found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **access(name).options)
+    except Exception:  # whatever the reason: the verb asks for one, where it needs one
+        return None
     return found
 
 
@@ -157,10 +210,10 @@ def _load_folder(source: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTo
             raise ValueError(f"{index} names a file outside its folder: {outside[0]}")
     expected = "expected a Hugging Face name, a model folder, a Run or a .gguf file"
     found = access(source)
-    with refusing(f"no model found at {source!r}: {expected} (", f"{found.trouble})"), _quiet():
+    with refusing(f"no model found at {source!r}: {expected} (", f"{found.trouble})"), quiet():
         config = AutoConfig.from_pretrained(source, **found.options)
     beside = "tokenizer.json and tokenizer_config.json belong beside it, as tokenizer.save_pretrained() writes them"
-    with refusing(f"{source!r} holds a model but no tokenizer that can be read: {beside} (", ")"), _quiet():
+    with refusing(f"{source!r} holds a model but no tokenizer that can be read: {beside} (", ")"), quiet():
         tokenizer = AutoTokenizer.from_pretrained(source, **found.options)
         tokenizer("a")  # damaged settings show when it is first used
     settings = getattr(config, "sparselens", None)
@@ -170,7 +223,7 @@ def _load_folder(source: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTo
     options = {"attn_implementation": "eager"} if settings else {}  # the one every family has
     pickled = any(Path(source).glob("*.bin")) and not any(Path(source).glob("*.safetensors"))
     hint = "; pickled weights (.bin) are never read, convert them to safetensors" if pickled else ""
-    with refusing(f"the weights at {source!r} cannot be read: ", hint), _quiet():
+    with refusing(f"the weights at {source!r} cannot be read: ", hint), quiet():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=getattr(torch, dtype),
@@ -186,46 +239,6 @@ def _load_folder(source: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTo
         add_gates(model, Gate(normalise=settings["normalise"]))
         _restore_gates(model, _read_gates(source, **found.options))
     return model, tokenizer
-
-
-class Access(NamedTuple):
-    """How transformers is to look for a model."""
-
-    options: dict[str, Any]
-    trouble: str = ""  # what to add where nothing is found
-
-
-def access(source: str) -> Access:
-    """A name is looked for on the hub; where that does not answer within seconds, in the local cache alone.
-
-    Left to itself, huggingface_hub tries again for half a minute and prints every attempt.
-    """
-    try:
-        if Path(source).exists():
-            return Access(SAFE)
-        huggingface_hub.utils.validate_repo_id(source)  # type: ignore[attr-defined]
-    except (OSError, ValueError):  # no name at all: transformers says so without asking anybody
-        return Access(SAFE)
-    address = huggingface_hub.constants.ENDPOINT
-    try:
-        huggingface_hub.get_session().head(address, timeout=PATIENCE)
-    except Exception as error:  # every HTTP library has its own
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return Access(SAFE | {"local_files_only": True}, f"; {address} does not answer: {why}")
-    return Access(SAFE)
-
-
-@contextmanager
-def refusing(before: str, after: str = "") -> Iterator[None]:
-    """Any error as one sentence with its first line in it: what is damaged shows as any kind of error."""
-    try:
-        yield
-    except Exception as error:
-        text = str(error).strip() or type(error).__name__
-        line = text.splitlines()[0].rstrip()
-        if line.endswith(":"):  # what it announces is in the next lines
-            line = one_line(error, 300)
-        raise ValueError(f"{before}{line}{after}") from error
 
 
 def _refuse_incomplete(model: PreTrainedModel, report: Mapping[str, Iterable[str]], source: str) -> None:
@@ -279,7 +292,7 @@ def _load_gguf(path: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedToken
     except ImportError:
         raise ValueError("reading .gguf files needs the gguf package: pip install 'sparselens[gguf]'") from None
     folder, name = str(path.parent), path.name
-    with refusing(f"{path} is not a readable GGUF file: "), _quiet():
+    with refusing(f"{path} is not a readable GGUF file: "), quiet():
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, **SAFE)
         loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=getattr(torch, dtype), **SAFE)
     whole, words = whole_words(tokenizer)
@@ -343,10 +356,13 @@ def save(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: st
 
     The folder appears whole or not at all: it is written beside its final place and then renamed.
     """
+    if not isinstance(model, nn.Module) or not isinstance(folder, str | Path):
+        raise ValueError("expected save(model, tokenizer, folder): a model in memory, its tokenizer and a path")
+    check_source((model, tokenizer))
     folder = Path(folder)
     is_gated(model)  # or refused
     with whole_folder(folder) as fresh:
-        with _quiet():
+        with quiet():
             if hasattr(model, "peft_config"):
                 _save_adapter(model, fresh)
             else:
@@ -376,20 +392,6 @@ def _save_adapter(model: Any, folder: Path) -> None:
     gates = {n: p.detach().cpu().contiguous() for n, p in base.named_parameters() if n.endswith(".gate_bias")}
     save_file(gates, folder / "gates.safetensors")
     (folder / "gates.json").write_text(json.dumps(getattr(base.config, "sparselens", None)))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence transformers' own bars and its report of unexpected weights (the gates, which are read afterwards)."""
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        with warnings.catch_warnings():
-            yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _adds_bos(path: Path) -> bool:

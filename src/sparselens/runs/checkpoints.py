@@ -161,8 +161,11 @@ def _newest_whole(folder: Path, step: int | None, complaints: list[str]) -> int:
 
 
 def _checksum(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def fill(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor], prefix: str = "") -> None:

@@ -13,6 +13,7 @@ Messages are tensors: torch's object collectives would pickle.
 
 import functools
 import os
+import re
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,6 +37,11 @@ def world() -> int:
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
+def in_words() -> str:
+    """How many there are, to be said aloud: a launcher that started fewer than it was asked for shows there."""
+    return f"{world()} process{'es' if world() > 1 else ''}"
+
+
 def rank() -> int:
     """This one's number."""
     return int(os.environ.get("RANK") or 0) if world() > 1 else 0
@@ -56,8 +62,38 @@ def sharded() -> bool:
     return True
 
 
+_chosen: list[str] = []  # by --device
+
+
+def check_device_name(name: str) -> None:
+    """ValueError for what is no device. Without torch, which takes seconds to import."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"device={name!r}: expected cpu, cuda or one GPU by its number (cuda:1)")
+
+
+def choose_device(name: str | None) -> None:
+    """From now on models compute there; None: on a GPU, where there is one."""
+    _chosen.clear()
+    if name is None:
+        return
+    check_device_name(name)
+    if name != "cpu":
+        import torch
+
+        gpus, number = torch.cuda.device_count(), int(name.partition(":")[2] or 0)
+        if number >= gpus:
+            found = f"there {'is' if gpus == 1 else 'are'} {gpus} here" if gpus else "found no CUDA device"
+            raise ValueError(f"device={name!r}: {found}; leave out --device, or choose cpu")
+        if world() > 1:
+            raise ValueError("under a launcher every process has a GPU of its own; leave out --device")
+        torch.cuda.set_device(number)
+    _chosen.append(name.partition(":")[0])
+
+
 def device() -> str:
-    """Where models compute: on the GPU, where there is one."""
+    """Where models compute: as chosen, else on the GPU, where there is one."""
+    if _chosen:
+        return _chosen[0]
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -192,11 +228,9 @@ def micro_batch(batch: int, micro: int | None, length: int = 1, gpu: bool | None
 
     By default a process takes its whole share at once; on a CPU, where memory ends without a word, some 8,000 tokens.
     """
-    import torch
-
     if micro is None:
         micro = max(1, batch // world())
-        gpu = torch.cuda.is_available() if gpu is None else gpu
+        gpu = device() == "cuda" if gpu is None else gpu
         while not gpu and micro % 2 == 0 and micro * length > CPU_TOKENS:
             micro //= 2
     if batch % (micro * world()):

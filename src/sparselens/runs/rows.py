@@ -1,6 +1,8 @@
 """What the JSON files of a Run hold, for those who write them and those who read them. No torch."""
 
-from typing import Literal, NotRequired, TypedDict
+from typing import Literal, TypedDict
+
+from typing_extensions import NotRequired
 
 
 class Provenance(TypedDict):  # so that a number can be made again

@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from filelock import FileLock, Timeout
 
-from . import distributed
+from . import distributed, pictures
 from .rows import MetricsLine, Provenance
 
 DEVICES = Path("/dev")
@@ -201,15 +201,22 @@ def give_back(lock: FileLock) -> None:
     lock.release()
 
 
+def _git(*arguments: str) -> str:
+    """What git says about the folder of this file; nothing where there is no git."""
+    with suppress(OSError):
+        command = ["git", "-C", str(Path(__file__).parent)]
+        return subprocess.run([*command, *arguments], capture_output=True, text=True).stdout.strip()
+    return ""
+
+
 def provenance() -> Provenance:
     """Versions, command and machine, so that a number can be made again."""
     versions = {}
     for package in ("sparselens", "torch", "transformers", "triton", "peft", "numpy"):
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
-    commit = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
+    own = _git("ls-files", Path(__file__).name)  # installed inside somebody's repository, HEAD would be theirs
+    commit = _git("rev-parse", "HEAD") if own else ""
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     return {"versions": versions, "python": platform.python_version(), "commit": commit or None, "command": command}
 
@@ -226,8 +233,10 @@ def _leaves(settings: Mapping[str, object], prefix: str = "") -> dict[str, objec
 class Run:
     """One directory, one writer."""
 
-    def __init__(self, path: Path | str):
-        self.path = Path(path)
+    def __init__(self, path: "Path | str | Run"):
+        if not isinstance(path, str | Path | Run):
+            raise ValueError(f"expected a Run or its folder, got {type(path).__name__}")
+        self.path: Path = path.path if isinstance(path, Run) else Path(path)
         if not (self.path / "run.json").is_file():
             raise ValueError(f"{path} is not a Run (it has no run.json)")
         self.record: dict[str, Any] = read_json(self.path / "run.json")
@@ -300,6 +309,30 @@ class Run:
             raise ValueError(
                 f"{self.path} holds another run ({differs}); resume with its settings or choose another --out"
             )
+
+    def __repr__(self) -> str:
+        """Its folder, what made it, and the two numbers one asks for first, where it has got that far."""
+        summary = self.find("summary.json", {})
+        rows = {name: row for name in ("base", "control", "sparse") if isinstance(row := summary.get(name), dict)}
+        numbers = [f"{name} loss {row['loss']:.4f}" for name, row in rows.items()]
+        if "sparse" in rows:
+            numbers.append(f"{rows['sparse']['density']:.2%} of the edges open")
+        state = ", ".join(numbers) or ("finished" if (self.path / "results.json").is_file() else "not finished")
+        return f"Run({self.path}: {self.record['kind']}, {state})"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: figure 1 where it is drawn, else the loss as it went."""
+        lines = Metrics.read(self.path) if (self.path / "metrics.jsonl").is_file() else []
+        losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+        return pictures.page(repr(self), pictures.of_run(self.path, losses))
+
+    @property
+    def started_from(self) -> str:
+        """The dense model it began with: a name or path, or a folder of its own where it made that one, too."""
+        own, name = self.path / "base" / "model", self.record["config"].get("model")
+        if not own.is_dir() and not isinstance(name, str):
+            raise ValueError(f"{self.path} does not say which model it started from")
+        return str(own if own.is_dir() else name)
 
     def without_model(self) -> str:
         """Why it has no model, in a sentence."""

@@ -1,4 +1,4 @@
-"""From a Run to a page somebody looks at: what the Run lacks is computed, then written once or served live.
+"""From a Run to what others see: its page, written once or served live; its model, exported or published.
 
 Imports evaluation and reporting.
 """

@@ -81,7 +81,7 @@ def _draw(run: Run, folder: Path, kind: str, threshold: float) -> list[Path]:
     from ..reporting.figures.circuits import draw_all
 
     drawn = []
-    flow = run.read("figure1.json") if (run.path / "figure1.json").is_file() else _flow(run)
+    flow = run.read("figure1.json") if (run.path / "figure1.json").is_file() else flow_of(run)
     if flow is not None:
         drawn.append(folder / f"figure1.{kind}")
         draw_flow(flow, drawn[-1])
@@ -95,7 +95,7 @@ def _draw(run: Run, folder: Path, kind: str, threshold: float) -> list[Path]:
     return drawn
 
 
-def _flow(run: Run) -> dict[str, Flow] | None:
+def flow_of(run: Run) -> dict[str, Flow] | None:
     """Figure 1's rows from the attention rows: the first prompt short enough, dense (or control) and sparse."""
     for prompt in run.find("attention/attention.json", {"prompts": []})["prompts"]:
         dense = next((role for role in ("dense", "control") if role in prompt["models"]), None)

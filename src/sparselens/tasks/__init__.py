@@ -14,6 +14,6 @@ Lengths, answer tokens and positions are worked out and checked for every pair b
 Imports models.
 """
 
-from .registry import Metric, Pair, Score, Task, find, names, register_task
+from .registry import Metric, Pair, Score, Task, Tasks, find, find_all, names, register_task
 
-__all__ = ["Metric", "Pair", "Score", "Task", "find", "names", "register_task"]
+__all__ = ["Metric", "Pair", "Score", "Task", "Tasks", "find", "find_all", "names", "register_task"]

@@ -12,7 +12,7 @@ keeps a prompt's length.
 import json
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -110,6 +110,7 @@ class Task:
     prompt: Callable[[str], str] | None = None  # what a person typed -> a prompt of the task; ValueError if it is none
 
 
+Tasks = str | Path | Task | Sequence[str | Path | Task]  # as verbs take them
 _REGISTRY: dict[str, Task] = {}
 _BUILT_IN = ("antonym", "docstring", "greater_than", "induction", "ioi", "ioi_long")
 
@@ -158,6 +159,11 @@ def find(name: "str | Path | Task") -> Task:
             f"unknown task {str(name)!r}: expected one of {', '.join(known)}, or a .jsonl file of your own pairs"
         )
     return _REGISTRY[str(name)]
+
+
+def find_all(names: Tasks) -> list[Task]:
+    """The tasks of these names; one of them need not be put in a list."""
+    return [find(name) for name in ([names] if isinstance(names, str | Path | Task) else names)]
 
 
 def read_pairs(path: Path) -> Task:

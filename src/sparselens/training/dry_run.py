@@ -24,10 +24,11 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from transformers import PretrainedConfig
 
 from ..config import Sparsify
-from ..models.architectures import dimensions
+from ..models.architectures import base_model, dimensions
 from ..models.attention import _causal_pairs
 from .copies import has_fused_attention, shallow, shallow_trainable, sizes
 from .engine import make_optimizer
+from .head import MOST_LOGITS
 from .loop import Stage, loss_and_density
 from .measure import forward, in_bf16
 
@@ -101,15 +102,54 @@ def _count(
 def _loss(
     model: nn.Module, teacher: nn.Module | None, batch: dict[str, Tensor], settings: Sparsify, gpu: bool
 ) -> Tensor:
-    """The objective; on a GPU the loss is compiled to one pass over the logits."""
+    """The objective; on a GPU the loss is compiled, and made in stretches where nothing follows the head."""
     if not gpu:
         stage = Stage("plan", model, None, Path(), settings.training, teacher=teacher)  # type: ignore[arg-type]
         loss, density = loss_and_density(stage, batch, (0, 0))
         return loss + density
-    logits = forward(model, batch).logits
+    in_stretches = getattr(base_model(model).config, "final_logit_softcapping", None) is None
+    head, base_head = (
+        base_model(one).get_output_embeddings() if in_stretches and one is not None else None
+        for one in (model, teacher)
+    )
+    found = forward(model, batch, head=head).logits
     with torch.no_grad():
-        reference = None if teacher is None else forward(teacher, batch).logits
-    return _FusedLoss.apply(logits, reference)  # type: ignore[no-any-return,no-untyped-call]
+        reference = None if teacher is None else forward(teacher, batch, head=base_head).logits
+    if head is None:
+        return _FusedLoss.apply(found, reference)  # type: ignore[no-any-return,no-untyped-call]
+    other = None if base_head is None else base_head.weight
+    return _StretchedLoss.apply(found, head.weight, reference, other)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _StretchedLoss(torch.autograd.Function):
+    """Memory and products of `head.stretched_loss`, its passes over a stretch's logits compiled to one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, reference: Tensor | None, base_weight: Tensor | None
+    ) -> Tensor:
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden.dtype
+        states, gradient = hidden.flatten(0, 1), torch.empty_like(hidden)
+        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        with torch.autocast("cpu", enabled=False):
+            matrix, other = weight.to(dtype), None if base_weight is None else base_weight.to(dtype)
+            for part in states.split(max(1, MOST_LOGITS // len(weight))):
+                logits = part.to(dtype) @ matrix.T
+                if other is not None:
+                    wanted = part.to(dtype) @ other.T
+                    del wanted
+                slope = torch.empty_like(logits)
+                product = slope @ matrix
+                if of_weight is not None:
+                    product = slope.T @ part.to(dtype)
+                del logits, slope, product
+        ctx.save_for_backward(gradient, of_weight)
+        return hidden.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        gradient, of_weight = ctx.saved_tensors
+        return gradient * dloss, None if of_weight is None else of_weight * dloss, None, None
 
 
 class _FusedLoss(torch.autograd.Function):

@@ -19,13 +19,14 @@ import psutil
 import torch
 
 from ..config import Sparsify, Text
-from ..models.architectures import dimensions
-from ..models.loading import SAFE, access, refusing
+from ..models.access import SAFE, access, refusing
+from ..models.architectures import base_model, dimensions
+from ..models.loading import Source, check_source, name_of
 from ..runs import distributed
-from ..runs.run import free_disk
-from .copies import COMPILE_FROM
+from ..runs.run import Run, free_disk
+from .compilation import COMPILE_FROM
 from .dry_run import count_step, time_step
-from .sparsify import STEERING_SHARE, disk, fitting, overridden
+from .sparsify import STEERING_SHARE, disk, fitting, overridden, source_name
 
 GIB = 2**30
 PROCESS = 0.7 * GIB  # Python, PyTorch, what its allocator keeps; on a GPU the CUDA context and workspaces
@@ -108,13 +109,14 @@ class Plan:
 
 
 def plan(
-    model: str | Path, *, settings: Sparsify | None = None, text: Text | None = None, gpus: int | None = None,
+    model: Source, *, settings: Sparsify | None = None, text: Text | None = None, gpus: int | None = None,
     gpu_memory: float | None = None, sharded: bool = False, tokens_per_second: float | None = None,
     out: str | Path = ".", **overrides: Any,
 ) -> Plan:  # fmt: skip
     """Memory, time and disk of `sparsify` with the same settings.
 
-    model: hub name, folder, config.json, Run or .gguf; only its configuration is read.
+    model: hub name, folder, config.json, Run (the model it started from), .gguf, or a model in memory; only its
+    configuration is read.
     gpus: 0 plans for a CPU; None: those of this machine. gpu_memory: GiB of each; None: this machine's, or 80.
     tokens_per_second: of one GPU, where it is known.
     """
@@ -139,7 +141,7 @@ def plan(
     tokens = settings.training.batch * text.length  # per step
     tokenised = (2 if config.vocab_size <= 1 << 16 else 4) * settings.training.steps * tokens
     space = disk(parameters, trained, settings) | {"tokenised text": tokenised}
-    known = str(model), gpus, int(parameters), int(trained), job.memory(), available, job.micro, space
+    known = source_name(model), gpus, int(parameters), int(trained), job.memory(), available, job.micro, space
     result = Plan(*known, free=free_disk(Path(out)))
     if result.total_memory > available:
         return dataclasses.replace(result, advice=job.advice(available))
@@ -188,7 +190,7 @@ class Job:
 
     @property
     def compiled(self) -> bool:
-        """Whether the run will compile its blocks (copies.compiles)."""
+        """Whether the run will compile its blocks (compilation.compiles)."""
         training = self.settings.training
         auto = training.compile == "auto" and training.steps >= COMPILE_FROM and not self.sharded
         return self.gpu and (training.compile == "yes" or auto)
@@ -301,13 +303,19 @@ def available_memory(gpus: int, gpu_memory: float | None) -> float:
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80.0 * GIB
 
 
-def read_config(source: str | Path) -> Any:
+def read_config(source: Source) -> Any:
     """A model's configuration, from wherever `load` would take the model; no weights are read."""
     from transformers import AutoConfig
 
+    check_source(source)
+    if not isinstance(source, str | Path | Run):
+        config = base_model(source[0] if isinstance(source, tuple) else source).config
+        if getattr(config, "sparselens", None) is not None:
+            raise ValueError(f"{name_of(source)} is already sparse; start from a dense model")
+        return config
+    if isinstance(source, Run) or (Path(source) / "run.json").is_file():
+        return read_config(Run(source).started_from)
     path = Path(source)
-    if (path / "run.json").is_file():
-        raise ValueError(f"{source} is a Run: plan for the dense model it started from")
     gguf = path.suffix == ".gguf"
     found = access(str(source))
     options = SAFE | {"gguf_file": path.name} if gguf else found.options

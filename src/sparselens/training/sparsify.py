@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from ..config import Sparsify, Text, Training, Transcode
+from ..config import Sparsify, Text, Training, Transcode, unknown_setting
 from ..data.batches import Batches, TextBatches, refuse_overlap
 from ..models.architectures import architecture, base_model, blocks, dimensions
-from ..models.loading import Source, is_gated, load, name_of, resolve, save
+from ..models.loading import Source, check_source, is_gated, load, name_of, resolve, save
 from ..runs import distributed
 from ..runs.rows import Cost, EvaluationRow, Summary, SummaryRow
 from ..runs.run import Metrics, Run, refuse_full_disk
@@ -30,7 +30,9 @@ from .copies import count_parameters, dense_copy, gated_copy, left_as_it_was, st
 from .loop import Best, Stage, train
 from .measure import Measurement, in_bf16, measure
 
-Data = str | list[str] | Batches  # files and globs, a dataset name, or anything with `Batches`' methods
+Data = (
+    str | Path | Sequence[str | Path] | Batches
+)  # files and globs, a dataset name, or anything with `Batches`' methods
 Settings = TypeVar("Settings", Sparsify, Transcode)
 HARM = 0.02  # nats that a control may be above its base without a word
 STEERING_SHARE = 4  # one held-out sequence in this many may steer
@@ -51,8 +53,9 @@ def sparsify(
     distributed.start()
     say = distributed.quiet(say)
     distributed.on_main(lambda: Run.check(out, resume))
+    check_source(model)
     name = source_name(model)
-    base, tokenizer = resolve(model)
+    base, tokenizer = resolve(model, say=say)
     if is_gated(base):
         raise ValueError(f"{name} is already sparse; start from a dense model")
     config = base_model(base).config
@@ -61,8 +64,8 @@ def sparsify(
     refuse_full_disk(Path(out), sum(need.values()), "train adapters (--lora)")
     batches = batches_of(data, tokenizer, text, settings.training, show_progress)
     asked = {"model": name, "data": batches.describe(), **dataclasses.asdict(settings)}
-    if isinstance(batches, TextBatches):
-        patterns = [data] if isinstance(data, str) else data
+    if isinstance(data, str | Path | Sequence):
+        patterns = patterns_of(data)
         asked["text"] = dataclasses.asdict(text) | {"patterns": patterns, "cache": str(text.cache.absolute())}
     run = Run.create(out, "sparsify", asked, resume)
     say(_announcement(name, base, batches, settings))
@@ -85,8 +88,7 @@ def _announcement(name: str, model: nn.Module, batches: Batches, settings: Spars
         f"{name}: {parameters / 1e6:.1f}M parameters, {size.n_layers} layers x {size.n_heads} heads\n"
         f"training {stages}: {training.steps} steps of {training.batch} x {batches.length} tokens "
         f"({tokens / 1e6:.1f}M); {batches.n_heldout} held-out sequences, {steering_count(batches)} to steer by and "
-        f"{report_slice(batches)[1]} to report on; {distributed.world()} "
-        f"process{'es' if distributed.world() > 1 else ''}"
+        f"{report_slice(batches)[1]} to report on; {distributed.in_words()}"
     )
 
 
@@ -221,7 +223,7 @@ def _constraint(settings: Sparsify, target: float) -> Budget | Constraint:
 def _cost(run: Run, tokens: int) -> Cost:
     """Tokens the sparse model was trained on, minutes of that, tokens per second; peak GPU memory of this process."""
     rates = sorted(line["tokens_per_second"] for line in Metrics.read(run.path)) or [0]
-    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+    peak = torch.cuda.max_memory_allocated() / 2**30 if distributed.device() == "cuda" else None
     minutes = sum(tokens / len(rates) / max(1, rate) for rate in rates) / 60
     return {"tokens": tokens, "minutes": minutes, "tokens_per_second": rates[len(rates) // 2], "peak_gib": peak}
 
@@ -289,11 +291,16 @@ def overridden(settings: Settings, text: Text, changes: Mapping[str, object]) ->
     left = dict(changes)
     settings, text = _replaced(settings, left), _replaced(text, left)
     if left:
-        command = type(settings).__name__.lower()
-        raise ValueError(f"unknown setting {next(iter(left))!r}; see sparselens {command} --help for all of them")
+        raise ValueError(unknown_setting(next(iter(left)), [*_names(settings), *_names(text)]))
     if isinstance(settings, Sparsify) and settings.target == "control":
         settings = dataclasses.replace(settings, control=True)  # type: ignore[call-arg]  # never a Transcode
     return settings, text
+
+
+def _names(settings: Any) -> list[str]:
+    """Its fields and those of the settings inside."""
+    parts = [(field.name, getattr(settings, field.name)) for field in dataclasses.fields(settings)]
+    return [name for key, part in parts for name in (_names(part) if dataclasses.is_dataclass(part) else [key])]
 
 
 def _replaced(settings: Any, changes: dict[str, object]) -> Any:
@@ -316,7 +323,9 @@ def fitting(config: PretrainedConfig, data: Data, text: Text, say: Callable[[str
     unknown kind, and for sequences that are already made and too long."""
     architecture(config)
     longest = dimensions(config).max_tokens
-    if not isinstance(data, str | list):
+    if not isinstance(data, str | Path | Sequence):
+        if not hasattr(data, "length"):
+            raise ValueError(f"data={data!r}: expected files, globs, a dataset's name, or sequences (Batches)")
         if data.length > longest:
             raise ValueError(f"sequences of {data.length} tokens are longer than the {longest} this model allows")
         return text
@@ -326,15 +335,20 @@ def fitting(config: PretrainedConfig, data: Data, text: Text, say: Callable[[str
     return dataclasses.replace(text, length=longest)
 
 
+def patterns_of(data: str | Path | Sequence[str | Path]) -> list[str]:
+    """Files, globs and names of datasets as a list, however they were given."""
+    return [str(data)] if isinstance(data, str | Path) else [str(one) for one in data]
+
+
 def batches_of(
     data: Data, tokenizer: PreTrainedTokenizerBase | None, text: Text, settings: Training | Transcode, progress: bool
 ) -> Batches:
     """Numbered sequences: those given, or made of text, enough for all steps."""
-    if not isinstance(data, str | list):
+    if not isinstance(data, str | Path | Sequence):
         return data
     if tokenizer is None:
         raise ValueError("text needs a tokenizer; give the model's own, or the model by name")
-    patterns = [data] if isinstance(data, str) else data
+    patterns = patterns_of(data)
     refuse_overlap(patterns, list(text.heldout))
     return distributed.main_first(
         lambda: TextBatches(

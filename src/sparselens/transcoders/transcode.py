@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from ..config import Text, Transcode
 from ..data.batches import Batches
 from ..models.architectures import base_model, blocks, dimensions
-from ..models.loading import Source, resolve
+from ..models.loading import Source, check_source, resolve
 from ..runs import distributed
 from ..runs.rows import Measured, MetricsLine, TranscoderRow
 from ..runs.run import Run, refuse_full_disk
@@ -57,8 +57,9 @@ def transcode(
     distributed.start()
     say = distributed.quiet(say)
     distributed.on_main(lambda: Run.check(out, resume))
+    check_source(model)
     name = name or source_name(model)
-    model, tokenizer = resolve(model, tokenizer)
+    model, tokenizer = resolve(model, tokenizer, say)
     d = dimensions(base_model(model).config)
     text = fitting(base_model(model).config, data, text, say)
     parameters = n_parameters(d.n_layers, d.d_model, settings)
@@ -73,7 +74,7 @@ def transcode(
     kind = f"{'cross-layer' if settings.cross_layer else 'per-layer'}, {settings.activation}"
     say(
         f"{parameters / 1e6:.1f}M parameters: {d.n_layers} layers x {settings.features} features, {kind}; "
-        f"{settings.steps} steps of {settings.batch} x {batches.length} tokens"
+        f"{settings.steps} steps of {settings.batch} x {batches.length} tokens; {distributed.in_words()}"
     )
     try:
         with left_as_it_was(model):
@@ -148,7 +149,7 @@ class TranscoderStage(Trainee):
             raise ValueError("the model's activations are not finite on this data; there is nothing to learn from")
         self.learner.begin(inputs, outputs)
 
-    def gradients(self) -> tuple[float, int]:
+    def gradients(self) -> tuple[Tensor, int]:
         settings, step = self.settings, self.progress.step
         self.sparsity = settings.sparsity * min(1.0, (step + 1) / max(1.0, settings.sparsity_warmup * settings.steps))
         inputs, outputs = self.activations(self.progress.data + distributed.rank() * self.share, self.share)
@@ -158,9 +159,9 @@ class TranscoderStage(Trainee):
         self.errors, self.l0, self.fired = losses.errors.detach(), losses.l0, losses.fired
         tokens = int(distributed.total(torch.tensor(len(inputs[0]))))
         self.progress.tokens += tokens
-        return distributed.mean(loss).item(), tokens
+        return distributed.mean(loss.detach())[None], tokens
 
-    def stepped(self, loss: float, tokens: int, seconds: float) -> MetricsLine:
+    def stepped(self, numbers: list[float], tokens: int, seconds: float) -> MetricsLine:
         self.progress.seconds += seconds
         self.learner.note_fired(self.fired, tokens)
         errors, l0 = (distributed.mean(one).tolist() for one in (self.errors, self.l0))

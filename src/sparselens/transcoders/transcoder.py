@@ -30,6 +30,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ..runs import pictures
 from ..runs.run import whole_folder, write_bytes
 from .decoding import active, batch_topk_mask, batch_topk_threshold, entries, topk_mask, write
 
@@ -96,6 +97,17 @@ class Transcoder(nn.Module):
         )
         self.b_dec = each(d_model)
         self.threshold = each(n_features) if activation == "jumprelu" else nn.ParameterList()
+
+    @torch.no_grad()
+    def _repr_html_(self) -> str:
+        """For notebooks: how much the features of each layer write to the MLP output of each."""
+        norms = [
+            [0.0] * (layer if self.cross_layer else 0) + self.W_dec[layer].float().norm(dim=-1).mean(0).tolist()
+            for layer in range(self.n_layers)
+        ]
+        if not self.cross_layer:
+            return pictures.page(repr(self), pictures.heat(norms, "its own layer", "features of layer"))
+        return pictures.page(repr(self), pictures.heat(norms, "MLP output of layer", "features of layer"))
 
     def n_targets(self, layer: int) -> int:
         """How many MLP outputs the features of a layer write to."""

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
+from typing_extensions import NotRequired
 
 from .style import BLUE, GREY, INK, LIGHT, ORANGE, Axes, pyplot, save
 

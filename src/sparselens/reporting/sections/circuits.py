@@ -11,9 +11,10 @@ import shlex
 from bisect import bisect_left, bisect_right
 from functools import partial
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import TypedDict
 
 import numpy as np
+from typing_extensions import NotRequired
 
 from ...circuits.circuit import Circuit
 from ...circuits.rows import (

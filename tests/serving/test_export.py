@@ -11,8 +11,8 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 import sparselens as sl
 from sparselens.cli import main
-from sparselens.evaluation.export import export, short_name
 from sparselens.models.loading import load, save
+from sparselens.serving.export import export, short_name
 from sparselens.training.sparsify import sparsify
 
 
@@ -48,7 +48,7 @@ def test_the_card_says_what_was_measured_and_no_more(runs, tmp_path):
     card = (export(runs / "full", tmp_path / "hub") / "README.md").read_text()
     rows = {row["kind"]: row for row in json.loads((runs / "full" / "evaluation.json").read_text())}
     header = yaml.safe_load(card.split("---")[1])
-    assert header["library_name"] == "transformers" and "sparselens" in header["tags"]
+    assert header["library_name"] == "sparselens" and "sparselens" in header["tags"]
     for row in rows.values():
         assert f"{row['loss']:.4f}" in card and f"{row['density']:.2%}" in card
     summary = json.loads((runs / "full" / "summary.json").read_text())
@@ -88,7 +88,7 @@ class FakeHub:
 
 
 def test_push_publishes_what_export_writes(runs, monkeypatch):
-    monkeypatch.setattr("sparselens.evaluation.export.HfApi", FakeHub)
+    monkeypatch.setattr("sparselens.serving.export.HfApi", FakeHub)
     assert sl.push(sl.Run(runs / "full"), "me/sparse", private=True) == "https://huggingface.co/me/sparse"
     created, (name, files) = FakeHub.said
     assert created == ("me/sparse", True, True) and name == "me/sparse"
