@@ -139,7 +139,7 @@ def test_files(compared, folder):
     red = (picture[..., 0] > 0.7) & (picture[..., 1] < 0.2) & (picture[..., 2] < 0.3)
     assert red.sum() > 200 and picture.shape[1] > 2000
     text = (out / "figure4.svg").read_text()
-    assert all(f"L{m['layer']}-H{m['head']}" in text for m in compared["main"]["attention"])
+    assert all(f"L{m['layer']}.H{m['head']}" in text for m in compared["main"]["attention"])
 
 
 def test_clusters_edited_by_hand(compared, folder, tmp_path):

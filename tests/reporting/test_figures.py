@@ -1,4 +1,4 @@
-"""Figures 2 and 3 for print: nothing overlaps, nothing is cut off, every reading and every size can be drawn."""
+"""Figures for print: nothing overlaps, nothing is cut off, every reading and every size can be drawn."""
 
 import itertools
 import json
@@ -7,20 +7,23 @@ import re
 import numpy as np
 import pytest
 from reading_rows import ALL, comparison
-from report_runs import write_circuits
+from report_runs import make_run, write_circuits
 
 from sparselens.circuits.circuit import Circuit
 from sparselens.models.component_graph import Components
-from sparselens.reporting.figures import circuits, curves, token_circuits
+from sparselens.reporting.figures import attribution, circuits, curves, flow, token_circuits
+from sparselens.reporting.figures.attribution import draw_trace
 from sparselens.reporting.figures.circuits import draw_all, draw_circuits
+from sparselens.reporting.figures.flow import draw_flow
 from sparselens.reporting.figures.token_circuits import draw_token_circuits, enough
+from sparselens.reporting.sections.attribution import trace_files
 
 
 @pytest.fixture
 def drawn(monkeypatch):
     """{file name: figure} of what would be saved."""
     found = {}
-    for module in (curves, token_circuits, circuits):
+    for module in (curves, token_circuits, circuits, flow, attribution):
         monkeypatch.setattr(module, "save", lambda figure, path, dpi=0: found.setdefault(path.name, figure))
     yield found
     import matplotlib.pyplot as plt
@@ -168,7 +171,7 @@ def test_figure_3_on_tokens(n_edges, tokens, drawn, tmp_path):
         assert (opacity[-1], width[-1]) == (opacity.max(), width.max()), "the strongest lie on top"
         assert len(opacity) <= n_edges and (n_edges == 3000) == (np.median(opacity) < 0.4)
         ends = [(a[1], b[1]) for a, b in lines.get_segments()]
-        assert all(round(start - end) == 1 for start, end in ends), "one layer further down"
+        assert all(round(end - start) == 1 for start, end in ends), "one layer further up: the input is below"
 
 
 def test_figure_3_draws_the_examples_own_circuit(tmp_path):
@@ -229,3 +232,116 @@ def test_rows_of_the_tests_follow_the_contract():
                 assert Reading.__required_keys__ <= found.keys() <= Reading.__annotations__.keys()
         for found in (m for b in row["multipliers"].values() for t in b.values() for m in t.values()):
             assert MultiplierRow.__required_keys__ <= found.keys() <= MultiplierRow.__annotations__.keys()
+
+
+# ---- for words ----
+
+WORDS = [
+    "<|endoftext|>", "When", "Mary", "and", "John", "went", "to", "the", "store", ",", "John", "gave", "an",
+    "extraordinarily$expensive$", "drink", "to",
+]  # fmt: skip
+
+
+def flow_rows(words, layers=6, heads=6):
+    n = len(words)
+    attention = np.tril(np.random.default_rng(0).random((layers, heads, n, n))) ** 8
+    rows = {"input": words, "output": [*words[:-1], "Mary"], "edges": int((attention > 0).sum())}
+    return {"base": rows | {"attention": attention}, "sparse": rows | {"attention": attention * (attention > 0.8)}}
+
+
+@pytest.mark.parametrize("words", [WORDS, list("36+28=?????"), [*WORDS, *WORDS], ["a" * 40, "$x$", "b"]], ids=len)
+def test_figure_1_for_words(words, drawn, tmp_path):
+    draw_flow(flow_rows(words), tmp_path / "figure1.png")
+    (figure,) = drawn.values()
+    boxes = [(text.get_text(), box) for text, box in text_boxes(figure) if text.get_text().strip()]
+    for (one, a), (other, b) in itertools.combinations(boxes, 2):
+        assert not a.overlaps(b), f"{one!r} and {other!r} collide"
+    assert all(
+        box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0 and box.y1 <= figure.bbox.y1 for _, box in boxes
+    )
+    lines = [found for axis in figure.axes for found in axis.collections if hasattr(found, "get_segments")]
+    assert len({tuple(found.get_colors()[0][:3]) for found in lines}) == 2, "a colour for each model"
+
+
+def trace_rows(words, says=1):
+    """Rows of a trace, by hand: clusters on words, some that push the answer, the answer."""
+    n, heads = len(words), [(2, 1), (4, 3), (5, 0)]
+    boxes = [
+        {"name": f"{words[i]} @{i}", "kind": "word", "positions": [i], "layers": [0, i % 3]} for i in range(0, n, 2)
+    ]
+    answers = [{"name": f"say {i}", "kind": "say", "positions": [n - 1], "layers": [3, 5]} for i in range(says)]
+    output = {"name": "Mary (output)", "kind": "output", "positions": [n - 1], "layers": [6, 6]}
+    ends = [*answers, output]
+    pairs = [(a, b) for i, b in enumerate(ends) for a in [*boxes, *answers[:i]]]
+    edges = [
+        {"source": a["name"], "target": b["name"], "flow": 1 / (1 + i), "weight": (-1.0) ** i}
+        for i, (a, b) in enumerate(pairs)
+    ]
+    cells = [[q, k, 0.5] for q in range(n) for k in range(q + 1) if (q * k) % 3 == 0]
+    main = {"source": boxes[1]["name"], "target": ends[0]["name"], "keys": boxes[1]["positions"], "queries": [n - 1],
+            "n_heads_for_80": 3, "attention": [{"layer": a, "head": h, "cells": cells} for a, h in heads]}  # fmt: skip
+    return {"model": "words", "tokens": words, "clusters": [*boxes, *ends], "edges": edges, "main": main, "n_layers": 6,
+            "n_heads": 6, "gated": True, "target": [{"position": n - 1}]}  # fmt: skip
+
+
+@pytest.mark.parametrize("says", [1, 3])
+def test_figure_4_for_words(says, drawn, tmp_path):
+    """Words on its maps, boxes above their words in the same order, no arrow behind a box."""
+    from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+    rows = trace_rows(WORDS, says)
+    draw_trace(
+        rows | {"against": trace_rows(WORDS, says) | {"gated": False, "model": "dense"}}, tmp_path / "figure4.png"
+    )
+    (figure,) = drawn.values()
+    (axis,) = figure.axes
+    on_maps = [text for text in axis.texts if text.get_text() == "Mary" and text.get_fontsize() < 6.5]
+    assert len(on_maps) == 6, "one on each of three maps of two models"
+    boxes = [patch for patch in axis.patches if isinstance(patch, FancyBboxPatch)]
+    low = sorted(box.get_x() for box in boxes if box.get_y() < 1.5)
+    assert len(low) >= 5 and len({round(box.get_x(), 3) for box in boxes if box.get_y() > 1.5}) == says + 1
+    frames = [box.get_window_extent() for box in boxes]
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(frames, 2))
+    arrows = [patch for patch in axis.patches if isinstance(patch, FancyArrowPatch)]
+    assert len(arrows) > 5
+    for arrow in arrows:
+        points = np.concatenate(arrow.get_path().to_polygons(closed_only=False))
+        points = np.concatenate([points[:-1] + s * (points[1:] - points[:-1]) for s in np.linspace(0, 1, 20)])
+        for frame in (box.get_path().transformed(box.get_patch_transform()).get_extents() for box in boxes):
+            inside = (points > (frame.x0 + 0.02, frame.y0 + 0.02)).all(1)
+            inside &= (points < (frame.x1 - 0.02, frame.y1 - 0.02)).all(1)
+            assert not inside.any(), "an arrow runs behind a box"
+
+
+def test_figure_3_above_500_edges_keeps_its_numbers(drawn, tmp_path):
+    rows = circuit_of(comparison(1, ("removed",), tokens=WORDS, shape=(12, 12)), 900)
+    draw_token_circuits(rows, "greater-than", "removed", tmp_path / "figure3.png")
+    (figure,) = drawn.values()
+    for axis in figure.axes:
+        assert {f"L{layer}" for layer in range(12)} <= {text.get_text() for text in axis.texts}
+    assert figure.axes[0].get_window_extent().x0 < figure.axes[1].get_window_extent().x0
+    first, second = (axis.collections[0].get_colors()[0][:3] for axis in figure.axes)
+    assert tuple(first) != tuple(second)
+
+
+def test_figures_says_what_it_left_out(tmp_path, capsys):
+    from sparselens.cli import main
+
+    run = make_run(tmp_path / "run", parts=("attention",))
+    main(["figures", str(run), "--format", "png"])
+    said = capsys.readouterr()
+    assert said.out.strip().endswith("figure1.png")
+    for name, command in (("figure2", "compare"), ("figure3", "compare"), ("figure4", "trace")):
+        (line,) = [line for line in said.err.splitlines() if line.startswith(f"left out {name}")]
+        assert f"`sparselens {command} " in line
+
+
+def test_all_four_figures_of_a_prompt_of_words(tmp_path):
+    from sparselens.serving.publish import figures
+
+    run = make_run(tmp_path / "run", n_layers=6, n_heads=6, tokens=WORDS)
+    (path,) = trace_files(run)[:1]
+    path.write_text(json.dumps(json.loads(path.read_text()) | trace_rows(WORDS)))
+    left_out = []
+    made = {path.name for path in figures(run, "png", tmp_path / "drawn", say=left_out.append)}
+    assert {"figure1.png", "figure2.png", "figure3.png", "figure4.png"} <= made and left_out == []

@@ -133,7 +133,7 @@ def test_keyboard_reads_heat_maps_and_features(open_page, page_file, run):
     for key in ("ArrowRight", "ArrowUp", "ArrowRight"):
         page.keyboard.press(key)
     words = card.locator(".readout").text_content()
-    assert words.startswith("layer 1, head 1: ")
+    assert words.startswith("L1.H1: ")
     assert float(words.split()[-2]) == pytest.approx(100 * density[1][1], rel=0.01)
     trace = page.locator("[data-trace=sparse]")
     trace.locator("canvas.focusable").first.focus()
@@ -159,7 +159,7 @@ def test_attention_reading(open_page, page_file, run):
     tensors = load_file(run / "attention" / "prompt-0.safetensors")
     page.locator("#attention [data-model=sparse] canvas.focusable").focus()
     page.keyboard.press("ArrowUp")
-    layer, head = map(int, page.locator("#head-detail h3").text_content().replace("Layer ", "").split(", head "))
+    layer, head = map(int, page.locator("#head-detail h3").text_content()[1:].split(".H"))
     page.locator("#head-detail tbody button").first.click()
     facts = page.locator("#pair-facts dd").all_text_contents()
     query, key = (int(part.rsplit("(", 1)[1].rstrip(") ")) for part in facts[0].split("→"))
@@ -239,3 +239,106 @@ def test_served_page_follows_the_run(browser, tmp_path):
         context.close()
         server.shutdown()
         server.server_close()
+
+
+# ---- it tells its story ----
+
+
+def test_it_opens_with_picture_sentences_and_one_number(open_page, page_file, run):
+    page = open_page(page_file).page
+    assert page.locator("#summary .story li").count() == 3
+    row = json.loads((run / "circuits/results.json").read_text())["tasks"]["ioi"]["multipliers"]["removed"]["dense"][
+        "0.9"
+    ]
+    number = page.locator("#one-number")
+    assert number.locator("b").text_content() == f"{row['multiplier']:.1f}×"
+    assert f"n = {row['n_prompts']} prompts" in number.text_content() and "interval" in number.text_content()
+    pictures = page.locator("#summary figure")
+    assert [pictures.nth(i).locator("h3").text_content() for i in range(2)] == ["Before: dense", "After: sparse"]
+    boxes = [pictures.nth(i).bounding_box() for i in range(2)]
+    assert boxes[0]["x"] < boxes[1]["x"] and boxes[0]["y"] == boxes[1]["y"]
+
+
+def test_verdicts_are_sentences_that_open(open_page, page_file):
+    page = open_page(page_file).page
+    sentences = page.locator(".verdicts .sentence").all_text_contents()
+    assert len(sentences) >= 8 and all(text.endswith(".") and len(text) < 130 for text in sentences)
+    first = page.locator(".verdicts details").first
+    assert not first.locator(".detail").is_visible()
+    first.locator("summary").click()
+    assert first.locator(".detail").is_visible()
+
+
+def test_words_of_the_trade_are_explained_by_pointer_and_keyboard(open_page, page_file):
+    page = open_page(page_file).page
+    word = page.locator(".story .term-word").first
+    word.focus()
+    tip = word.evaluate("one => getComputedStyle(one, '::after').content")
+    assert len(tip) > 40 and word.get_attribute("aria-label").endswith(".")
+
+
+def test_how_to_read_this_is_open_the_first_time(open_page, page_file):
+    watched = open_page(page_file)
+    assert watched.page.locator("details.how[open]").count() >= 3
+    watched.page.reload()
+    watched.page.locator("#provenance dl").first.wait_for()
+    assert watched.page.locator("details.how[open]").count() == 0
+
+
+def test_every_view_has_an_address(open_page, page_file):
+    watched = open_page(page_file)
+    page = watched.page
+    page.locator("#circuits input[value=components]").check(force=True)
+    page.locator("[data-slider=graph]").press("End")
+    page.locator("[data-slider=graph]").press("ArrowLeft")
+    view = page.evaluate("location.hash")
+    assert view.startswith("#circuits?task=ioi&reading=components") and "&n=" in view
+    numbers = page.locator("#circuits .graph-numbers").all_text_contents()
+    again = open_page(page_file)
+    again.page.goto(f"{page_file.as_uri()}{view}")
+    again.page.reload()
+    again.page.locator("#provenance dl").first.wait_for()
+    assert again.page.locator("#circuits .graph-numbers").all_text_contents() == numbers
+    assert again.page.locator("#circuits input[value=components]").is_checked()
+    again.page.wait_for_timeout(700)
+    top = again.page.locator("#circuits").evaluate("one => one.getBoundingClientRect().top")
+    assert -50 < top < 400, "the page stands where the address says"
+    for address, selector, text in (
+        ("#attention?prompt=0&head=L2.H3&show=margins", "#head-detail h3", "L2.H3"),
+        ("#attention?prompt=99&head=L77.H0", "#head-detail h3", "L"),
+        ("#circuits?task=nothing&n=x&reading=y", "#circuits .graph-numbers >> nth=0", "explain"),
+    ):
+        again.page.goto(f"{page_file.as_uri()}{address}")
+        again.page.reload()
+        again.page.locator(selector).first.wait_for()
+        assert again.page.locator(selector).first.text_content().find(text) >= 0
+    again.page.locator("#attention [data-model=sparse] canvas.focusable").last.focus()
+    again.page.keyboard.press("ArrowUp")
+    assert "attention?prompt=0&head=L" in again.page.evaluate("location.hash")
+    assert watched.errors == [] and again.errors == []
+
+
+@pytest.fixture(scope="module")
+def wordy_file(tmp_path_factory):
+    """Twelve layers, sixty long words, traces: what does not fit easily."""
+    tokens = [f" extraordinarily{i}" if i % 5 == 0 else f" word{i}" for i in range(60)]
+    run = make_run(tmp_path_factory.mktemp("wordy") / "run", n_layers=12, n_heads=12, tokens=tokens)
+    return write_page(payload([run]), run / "report.html")
+
+
+@pytest.mark.parametrize("width", [390, 768, 1280, 1920])
+def test_it_fits_every_width(open_page, page_file, wordy_file, width):
+    for file in (page_file, wordy_file):
+        watched = open_page(file, viewport={"width": width, "height": 900})
+        page = watched.page
+        page.locator("[data-look]").first.click()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        lines = page.locator("#attribution .facts dd, #attribution .look-detail td").evaluate_all(
+            """all => all.filter((one) => /^[\\d.,−% ]+$/.test(one.textContent)).map((one) => {
+                const range = document.createRange();
+                range.selectNodeContents(one);
+                return new Set([...range.getClientRects()].map((box) => box.top)).size;
+            })"""
+        )
+        assert len(lines) > 5 and max(lines) <= 2, "numbers stand on one line, pairs of them on two at most"
+        watched.clean()

@@ -210,7 +210,7 @@ def test_attention_edges_by_token(open_page, page_file, run):
     page.keyboard.press("ArrowRight")
     (layer, head, query, key, *_), words = expected[0], card.locator(".readout").text_content()
     reads, read_ = (row["tokens"][at].strip() for at in (query, key))
-    assert words.startswith(f"{reads} ({query}) reads {read_} ({key}) through a{layer}.h{head}")
+    assert words.startswith(f"{reads} ({query}) reads {read_} ({key}) through L{layer}.H{head}")
 
 
 def test_pointing_at_an_attention_edge(open_page, page_file):
@@ -222,4 +222,4 @@ def test_pointing_at_an_attention_edge(open_page, page_file):
     for i in range(20):
         canvas.hover(position={"x": 40 + (box["width"] - 60) * i / 20, "y": box["height"] * 0.5}, force=True)
         told.add(page.locator("[data-tokens=dense] .readout").text_content())
-    assert len([words for words in told if "through a1.h" in words]) > 1
+    assert len([words for words in told if "through L1.H" in words]) > 1

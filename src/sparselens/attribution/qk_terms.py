@@ -166,7 +166,7 @@ def measure_look(graph: Graph, look: Look, nodes: Sequence[int]) -> dict[str, fl
 def describe(graph: Graph, look: Look) -> str:
     """A look in words: the logit, its largest terms, and sums by kind."""
     gate = "" if look.margin is None else f", margin {look.margin:+.3f} ({'open' if look.margin > 0 else 'closed'})"
-    lines = [f"L{look.layer}-H{look.head} from {look.query} to {look.key}: logit {look.logit:+.3f}{gate}"]
+    lines = [f"L{look.layer}.H{look.head} from {look.query} to {look.key}: logit {look.logit:+.3f}{gate}"]
     for t in look.terms:
         lines.append(f"{t['term']:+9.4f}  {graph.label(t['query_source'])}  x  {graph.label(t['key_source'])}")
     lines.append(f"{look.rest:+9.4f}  all other pairs")

@@ -349,7 +349,7 @@ def tell(rows: ModelRows) -> str:
     for name, found in (("MLPs held", rows["agreement_direct"]), ("all effects", rows["agreement"])):
         shown = ", ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items())
         lines.append(f"  predicted against measured, {name}: {shown}")
-    heads = ", ".join(f"L{h['layer']}-H{h['head']}" for h in main["heads_for_80"][:12])
+    heads = ", ".join(f"L{h['layer']}.H{h['head']}" for h in main["heads_for_80"][:12])
     more = main["n_heads_for_80"] - 12
     lines.append(
         f"  {main['source']} -> {main['target']}: 80 % carried by {main['n_heads_for_80']} of "

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
@@ -64,15 +64,16 @@ class StudioCommand(OnDevice):
 
 def _make_demo(out: Path, say: Callable[[str], None]) -> Path:
     """`sparselens demo` in a process of its own; its last line is what the page shows."""
-    command = [sys.executable, "-m", "sparselens", "demo", "--out", str(out)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    talk: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen([sys.executable, "-m", "sparselens", "demo", "--out", str(out)], **talk) as process:
         last = ""
         try:
             for line in process.stdout or ():
                 last = line.strip() or last
                 say(f"making the demo, a few minutes: {last}")
-        finally:
+        except BaseException:
             process.terminate()  # it goes on where it stopped when it is asked for again
+            raise
     if process.returncode:
         raise ValueError(f"the demo could not be made: {last}")
     return out
@@ -92,5 +93,7 @@ class Figures:
     def __call__(self) -> None:
         from ..serving.publish import figures
 
-        for path in figures(self.run, self.format, self.out):
+        left_out: list[str] = []
+        for path in figures(self.run, self.format, self.out, say=left_out.append):
             print(path)
+        print(*left_out, sep="\n", end="\n" if left_out else "", file=sys.stderr)

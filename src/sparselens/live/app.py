@@ -1,5 +1,7 @@
 """What the studio's page may ask, and the answers: plain JSON values in and out. The server around it is server.py."""
 
+import itertools
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +27,10 @@ class Studio:
         self.worker = Worker()
         self.models: Any = None  # a models.Models; torch is imported in the worker, the page comes at once
         self.features: Any = None
-        self.session = Session(None)
+        self.session = Session(run := _run_at(source))
+        self.run = run
         self.state, self.message = "preparing", "starting"
-        self._page: tuple[str, str] = ("", "")
+        self._page, self._making = ("", ""), threading.Lock()
         self._source, self._prepare = source, prepare
         self.worker.start("open", self._open)
 
@@ -43,7 +46,9 @@ class Studio:
             source = self._prepare(say) if self._source is None and self._prepare else self._source
             assert source is not None
             self.models = Models.open(source, say)
-            self.features, self.session = Features(self.models), Session(self.models.run)
+            self.features = Features(self.models)
+            if self.run is None and self.models.run is not None:
+                self.session, self.run = Session(self.models.run), self.models.run
             self.state, self.message = "ready", ""
         except Exception as error:
             self.state, self.message = "failed", one_line(error, 400)
@@ -52,35 +57,38 @@ class Studio:
 
     def page(self) -> str:
         """The report's page with the studio first; without a Run, the studio alone."""
-        run = self.models.run if self.models is not None else None
-        stamp = f"{self.state} {len(self.session.rows['kept'])} {self._finished()}"
-        if self._page[0] != stamp:
-            told: dict[str, Any] = {"state": self.state, "stamp": stamp}
-            if run is None:
-                value: Any = {"runs": [{"studio": None, "commands": {}}], "live": False, "studio": told}
-                self._page = (stamp, build_page(value, only("studio")))
-            else:
-                value = {**payload([run]), "studio": told}
-                self._page = (stamp, build_page(value, only("studio", first=True)))
-        return self._page[1]
+        with self._making:  # twenty tabs want one page
+            stamp = f"{self.run is None} {self.session.version} {self.worker.finished}"
+            if self._page[0] != stamp:
+                self._page = (stamp, self._made())
+            return self._page[1]
 
-    def _finished(self) -> int:
-        return sum(job.state == "done" for job in self.worker.latest)
+    def _made(self) -> str:
+        if self.run is None:
+            value: Any = {"runs": [{"studio": None, "commands": {}}], "live": False, "studio": True}
+            return build_page(value, only("studio"))
+        return build_page({**payload([self.run]), "studio": True}, only("studio", first=True))
 
     # ---- questions ----
 
     def status(self) -> dict[str, Any]:
-        told: dict[str, Any] = {"state": self.state, "message": self.message, "kept": self.session.rows["kept"]}
-        told["jobs"] = [job.row() for job in self.worker.latest if job.kind != "open"]
-        if self.models is not None:
-            told |= self.models.describe() | {"run": None if self.models.run is None else self.models.run.path.name}
+        """Small: every tab asks for it every second. What is kept is asked for when its version is another."""
+        told: dict[str, Any] = {"state": self.state, "message": self.message, "kept": self.session.version}
+        told["jobs"] = [job.row() for job in tuple(self.worker.latest) if job.kind != "open"]
+        if self.state == "ready":
+            told |= self.models.describe() | {"run": None if self.run is None else self.run.path.name}
         return told
+
+    def kept(self) -> dict[str, Any]:
+        return {"kept": self.session.kept, "version": self.session.version}
 
     def answer(self, verb: str, body: Body) -> Any:
         """One of VERBS; runs in the worker."""
+        return VERBS[verb](self, body)
+
+    def check_ready(self) -> None:
         if self.state != "ready":
             raise ValueError(f"the models are not there yet: {self.message}")
-        return VERBS[verb](self, body)
 
     def look(self, body: Body) -> Any:
         begun = time.perf_counter()
@@ -116,35 +124,33 @@ class Studio:
             "changes": {name: [list(place) for place in many] for name, many in changes._asdict().items()},
         }  # fmt: skip
         self.session.keep("experiment", told | found)
-        return {"kept": self.session.rows["kept"]}
+        return self.kept()
 
     def remove(self, body: Body) -> Any:
-        self.session.remove(_number(body, "index"))
-        return {"kept": self.session.rows["kept"]}
+        self.session.remove(_text(body, "id"))
+        return self.kept()
 
     def export(self, body: Body) -> Any:
-        if self.models.run is None:
+        if self.run is None:
             raise ValueError("there is no Run to write a report into; start the studio on a Run")
         from ..serving.publish import report
 
-        path = report(self.models.run, say=lambda text: None)
-        return {"file": str(path.name), "folder": self.models.run.path.name}
+        path = report(self.run, say=lambda text: None)
+        return {"file": str(path.name), "folder": self.run.path.name}
 
     # ---- jobs ----
 
     def start(self, verb: str, body: Body) -> Any:
-        if self.state != "ready":
-            raise ValueError(f"the models are not there yet: {self.message}")
         if verb == "discover":
             pair = Pair(_text(body, "clean"), _text(body, "corrupted"), _text(body, "answer"), _text(body, "wrong", ""))
             role = _text(body, "role")
             self.models.member(role)
             return self.worker.start("discover", lambda job: self._discover(role, pair)).row()
-        role, text, target = _text(body, "role"), _text(body, "text"), _text(body, "target", "") or None
-        self.features.transcoder(role)
-        if self.models.run is None:
+        role, question = self._question(body)
+        self.features.check(role)
+        if (run := self.run) is None:
             raise ValueError("a trace is kept in a Run; start the studio on one")
-        return self.worker.start("trace", lambda job: self._trace(job, role, text, target)).row()
+        return self.worker.start("trace", lambda job: self._trace(job, role, question, run)).row()
 
     def _discover(self, role: str, pair: Pair) -> Any:
         from .circuit import circuit
@@ -153,9 +159,9 @@ class Studio:
             pair = Pair(pair.clean, pair.corrupted, pair.answer, pair.wrong, filled=True)
         found = circuit(self.models, role, pair, self.worker.step)
         self.session.keep("circuit", found)
-        return found
+        return {"n_edges": found["n_edges"]}
 
-    def _trace(self, job: Job, role: str, text: str, target: str | None) -> Any:
+    def _trace(self, job: Job, role: str, question: Any, run: Run) -> Any:
         from ..attribution.trace import trace
         from ..config import Trace
 
@@ -169,15 +175,14 @@ class Studio:
 
         others = [name for name in ("dense", "sparse") if name != role and name in self.models.members]
         against = model(others[0]) if others and self.models.members[others[0]].transcoder else None
-        number = 1 + sum(1 for _ in self.models.run.path.glob("trace-studio-*"))
-        folder = self.models.run.path / f"trace-studio-{number}"
+        folder = next(path for n in itertools.count(1) if not (path := run.path / f"trace-studio-{n}").exists())
         names = [role, *others][: 1 if against is None else 2]
         (loaded, coder) = model(role)
         trace(
-            loaded, coder, text, target, against=against, names=names, out=folder, say=told, step=self.worker.step,
-            settings=Trace(budget=300, checks=10),
+            loaded, coder, list(question.ids), question.answer, against=against, names=names, out=folder, say=told,
+            step=self.worker.step, settings=Trace(position=question.position, budget=300, checks=10),
         )  # fmt: skip
-        return {"folder": folder.name, "prompt": text}
+        return {"folder": folder.name}
 
     def cancel(self, body: Body) -> Any:
         self.worker.cancel(_number(body, "number"))
@@ -202,6 +207,13 @@ VERBS: dict[str, Callable[[Studio, Body], Any]] = {
     "touch": Studio.touch, "keep": Studio.keep, "remove": Studio.remove, "export": Studio.export,
 }  # fmt: skip
 JOBS = ("discover", "trace")
+
+
+def _run_at(source: "str | Path | Run | None") -> Run | None:
+    """The Run that a source names. Its page can be shown before torch is there."""
+    if source is None or isinstance(source, Run):
+        return source
+    return Run(source) if (Path(source) / "run.json").is_file() else None
 
 
 def _text(body: Body, name: str, missing: str | None = None) -> str:

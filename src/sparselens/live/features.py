@@ -5,6 +5,7 @@ errors. The answer is read along the gradient of its log-odds, so that predictio
 """
 
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,13 +29,17 @@ class Features:
         self._transcoders: dict[str, Transcoder] = {}
         self._graphs: OrderedDict[tuple[str, Question], Graph] = OrderedDict()
 
-    def transcoder(self, role: str) -> Transcoder:
-        member = self.models.member(role)
-        if member.transcoder is None:
+    def check(self, role: str) -> Path:
+        """Where the model's transcoder is; ValueError where there is none."""
+        found = self.models.member(role).transcoder
+        if found is None:
             made = "sparselens transcode --out RUN/transcoders/" + role
             raise ValueError(f"the {role} model has no transcoder, so no features; make one with `{made}`")
+        return found
+
+    def transcoder(self, role: str) -> Transcoder:
         if role not in self._transcoders:
-            self._transcoders[role] = Transcoder.load(member.transcoder).to(member.device)
+            self._transcoders[role] = Transcoder.load(self.check(role)).to(self.models.member(role).device)
         return self._transcoders[role]
 
     def graph(self, role: str, question: Question) -> Graph:

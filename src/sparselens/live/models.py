@@ -29,7 +29,7 @@ from ..tasks.registry import Words, piece
 
 MOST_TOKENS = 64  # of a prompt; more would be a wall of edges
 NEXT = 8  # likeliest next tokens
-REMEMBERED = 12  # gradients
+REMEMBERED = 12  # answers and their gradients
 Edge = tuple[int, int, int, int]  # layer, head, query, key
 Say = Callable[[str], None]
 
@@ -130,13 +130,16 @@ class Member:
             mask[place] = 0
         return mask
 
-    def gradient(self, question: Question) -> Tensor:
-        """d log-odds / d mask, [layer, head, query, key]: closing an edge changes it by minus this."""
+    def gradient(self, question: Question) -> tuple[Tensor, Tensor]:
+        """Log-probabilities [vocabulary], and d log-odds / d mask, [layer, head, query, key], from one pass.
+
+        Closing an edge changes the log-odds by minus this, to first order.
+        """
         mask = self.mask(len(question.ids), Changes()).requires_grad_()
         with torch.enable_grad():
             log_p = self.run(question.ids, mask, [question.position]).log_p[0]
             (gradient,) = torch.autograd.grad(log_odds(log_p, question.answer), mask)
-        return gradient
+        return log_p.detach(), gradient
 
     def likeliest(self, log_p: Tensor) -> list[dict[str, Any]]:
         best = log_p.topk(min(NEXT, len(log_p)))
@@ -154,7 +157,7 @@ class Models:
     notes: list[str] = field(default_factory=list)
     task: str = ""
     filled: int = 0
-    _gradients: "OrderedDict[tuple[str, Question], Tensor]" = field(default_factory=OrderedDict)
+    _asked: "OrderedDict[tuple[str, Question], tuple[Tensor, Tensor]]" = field(default_factory=OrderedDict)
 
     @classmethod
     def open(cls, source: str | Path | Run, say: Say) -> "Models":
@@ -252,7 +255,7 @@ class Models:
 
     def effects(self, role: str, question: Question) -> list[list[float]]:
         """What closing each edge should do to the answer's log-odds, largest first: [layer, ..., key, change]."""
-        change = -self._gradient(role, question)
+        change = -self.untouched(role, question)[1]
         flat = change.flatten()
         order = flat.abs().topk(min(400, len(flat))).indices
         order = order[flat[order] != 0]
@@ -262,26 +265,26 @@ class Models:
     def predicted(self, role: str, question: Question, changes: Changes) -> float:
         """Change of the log-odds to first order, of gates and heads."""
         mask = self.member(role).mask(len(question.ids), changes)
-        return float((self._gradient(role, question) * (mask - 1)).sum())
+        return float((self.untouched(role, question)[1] * (mask - 1)).sum())
 
     @torch.no_grad()
     def touch(self, role: str, question: Question, changes: Changes) -> dict[str, Any]:
         """The answer's log-odds and probability before and after, what was predicted, and what the model says now."""
         member = self.member(role)
-        at = [question.position]
-        before = member.run(question.ids, at=at).log_p[0]
-        after, weights, _ = member.run(question.ids, member.mask(len(question.ids), changes), at)
+        before, _ = self.untouched(role, question)
+        mask = member.mask(len(question.ids), changes)
+        after, weights, _ = member.run(question.ids, mask, [question.position])
         told = {"predicted": self.predicted(role, question, changes), "open": int((weights > 0).sum())}
         return answers(before, after[0], question.answer) | told | {"next": member.likeliest(after[0])}
 
-    def _gradient(self, role: str, question: Question) -> Tensor:
-        """The last few are remembered."""
-        if (role, question) not in self._gradients:
-            self._gradients[role, question] = self.member(role).gradient(question)
-            while len(self._gradients) > REMEMBERED:
-                self._gradients.popitem(last=False)
-        self._gradients.move_to_end((role, question))
-        return self._gradients[role, question]
+    def untouched(self, role: str, question: Question) -> tuple[Tensor, Tensor]:
+        """As `Member.gradient`; the last few are remembered, so that a touch costs one pass."""
+        if (role, question) not in self._asked:
+            self._asked[role, question] = self.member(role).gradient(question)
+            while len(self._asked) > REMEMBERED:
+                self._asked.popitem(last=False)
+        self._asked.move_to_end((role, question))
+        return self._asked[role, question]
 
 
 def log_odds(log_p: Tensor, answer: int) -> Tensor:

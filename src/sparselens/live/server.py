@@ -21,7 +21,7 @@ from .app import JOBS, VERBS, Studio
 from .worker import Busy
 
 MOST_BYTES = 64 * 1024
-ARRIVES, TAKEN = 10.0, 30.0  # seconds for a request to arrive, and for its answer to be computed and taken
+ARRIVES, ANSWERED, TAKEN = 10.0, 25.0, 30.0  # seconds for a request to arrive, to be answered, to be done with
 CONNECTIONS = 64
 HEADERS = {
     "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
@@ -45,61 +45,37 @@ def make_app(studio: Studio, token: str) -> Any:
     from starlette.responses import HTMLResponse, JSONResponse, Response
     from starlette.routing import Route
 
-    async def body_of(request: Request) -> dict[str, Any]:
-        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            raise Refused(415, "expected application/json")
-        content = b""
-        try:
-            with fail_after(ARRIVES):
-                async for part in request.stream():
-                    content += part
-                    if len(content) > MOST_BYTES:
-                        raise Refused(413, f"a request has at most {MOST_BYTES} bytes")
-        except TimeoutError:
-            raise Refused(408, "the request took too long to arrive") from None
-        try:
-            found = json.loads(content)
-        except (ValueError, RecursionError):
-            raise Refused(400, "expected JSON") from None
-        if not isinstance(found, dict):
-            raise Refused(400, "expected a JSON object")
-        return found
-
     async def page(request: Request) -> Response:
-        check(request)
+        check(request, token)
         return HTMLResponse(await asyncio.to_thread(studio.page))
 
     async def status(request: Request) -> Response:
-        check(request)
+        check(request, token)
         return JSONResponse(studio.status())
 
+    async def kept(request: Request) -> Response:
+        check(request, token)
+        return JSONResponse(studio.kept())
+
     async def ask(request: Request) -> Response:
-        check(request)
+        check(request, token)
         verb = request.path_params["verb"]
         if verb not in VERBS and verb not in JOBS and verb != "cancel":
             raise Refused(404, "there is no such question")
         body = await body_of(request)
         if verb == "cancel":
             return JSONResponse(studio.cancel(body))
-        if verb in JOBS:
-            return JSONResponse(studio.start(verb, body))
-        answer = studio.worker.ask(lambda: studio.answer(verb, body))
+        studio.check_ready()
+        # A job only begins here, but its question is read by the tokenizer: in the thread that owns the models, too.
+        work = studio.start if verb in JOBS else studio.answer
+        answer = studio.worker.ask(lambda: work(verb, body))
         try:
-            return JSONResponse(await asyncio.wrap_future(answer))
+            with fail_after(ANSWERED):
+                return JSONResponse(await asyncio.wrap_future(answer))
+        except TimeoutError:
+            raise Refused(503, "other work takes long; ask again in a moment") from None
         finally:
             answer.cancel()  # whoever asked may have gone
-
-    def check(request: Request) -> None:
-        host = request.headers.get("host", "")
-        if host.rpartition(":")[0] not in ("127.0.0.1", "localhost"):
-            raise Refused(403, "this server answers to 127.0.0.1 only")
-        origin = request.headers.get("origin")
-        if origin is not None and origin != f"http://{host}":
-            raise Refused(403, "only the studio's own page may ask")
-        if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-            raise Refused(403, "only the studio's own page may ask")
-        if not hmac.compare_digest(request.path_params["token"].encode(), token.encode()):
-            raise Refused(404, "not here")
 
     async def refuse(request: Request, error: Exception) -> Response:
         status_code = error.status if isinstance(error, Refused) else 503 if isinstance(error, Busy) else 400
@@ -111,10 +87,51 @@ def make_app(studio: Studio, token: str) -> Any:
     routes = [
         Route("/{token}/", page, methods=["GET"]),
         Route("/{token}/api/status", status, methods=["GET"]),
+        Route("/{token}/api/kept", kept, methods=["GET"]),
         Route("/{token}/api/{verb}", ask, methods=["POST"]),
     ]
     handlers: Any = {Refused: refuse, ValueError: refuse, Exception: broken}
-    return guarded(Starlette(routes=routes, exception_handlers=handlers))
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False  # a redirect would repeat a Host that was not checked
+    return guarded(app)
+
+
+async def body_of(request: Any) -> dict[str, Any]:
+    """A request's JSON object."""
+    from anyio import fail_after
+
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise Refused(415, "expected application/json")
+    content = b""
+    try:
+        with fail_after(ARRIVES):
+            async for part in request.stream():
+                content += part
+                if len(content) > MOST_BYTES:
+                    raise Refused(413, f"a request has at most {MOST_BYTES} bytes")
+    except TimeoutError:
+        raise Refused(408, "the request took too long to arrive") from None
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        raise Refused(400, "expected JSON") from None
+    if not isinstance(found, dict):
+        raise Refused(400, "expected a JSON object")
+    return found
+
+
+def check(request: Any, token: str) -> None:
+    """Refuses whoever is not the studio's own page, on this machine, with its address."""
+    host = request.headers.get("host", "")
+    if host.rpartition(":")[0] not in ("127.0.0.1", "localhost"):
+        raise Refused(403, "this server answers to 127.0.0.1 only")
+    origin = request.headers.get("origin")
+    if origin is not None and origin != f"http://{host}":
+        raise Refused(403, "only the studio's own page may ask")
+    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        raise Refused(403, "only the studio's own page may ask")
+    if not hmac.compare_digest(request.path_params["token"].encode(), token.encode()):
+        raise Refused(404, "not here")
 
 
 def guarded(app: Any) -> Any:
@@ -187,6 +204,7 @@ def listen(port: int) -> socket.socket:
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind(("127.0.0.1", port))
+        found.listen(CONNECTIONS)  # the browser may be there before the server
     except OSError as error:
         found.close()
         raise ValueError(f"cannot listen on port {port} ({error.strerror}); choose another with --port") from None
@@ -214,8 +232,8 @@ def studio(
     port: 0 takes any free one. browser: open it. prepare: makes the Run, where none is named.
     """
     check_extra()
-    if isinstance(run, str | Path) and Path(run).is_dir() and not (Path(run) / "config.json").is_file():
-        Run(run)  # a folder that is neither a Run nor a model is an error now, not in the page
+    if isinstance(run, str | Path):
+        _check_named(str(run))
     at, token = listen(port), secrets.token_urlsafe(24)
     live = Studio(run, prepare)
     address = f"http://127.0.0.1:{at.getsockname()[1]}/{token}/"
@@ -227,6 +245,15 @@ def studio(
     finally:
         live.worker.stop()
         at.close()
+
+
+def _check_named(source: str) -> None:
+    """What can be told without torch is an error now, not in the page."""
+    path = Path(source)
+    if path.is_dir() and not (path / "config.json").is_file():
+        Run(path)  # neither a Run nor a model
+    if not path.exists() and (path.is_absolute() or source.startswith(".") or source.count("/") > 1):
+        raise ValueError(f"{source} does not exist; expected a Run, a model's folder or a Hugging Face name")
 
 
 def check_extra() -> None:

@@ -46,7 +46,8 @@ class Worker:
         self._jobs: deque[Job] = deque()
         self._news = threading.Condition()
         self._stopping = False
-        self.latest: deque[Job] = deque(maxlen=MOST_JOBS)
+        self.latest: deque[Job] = deque(maxlen=2 * MOST_JOBS)  # those that wait, and some that have ended
+        self.finished = 0  # jobs that came to a good end
         self._count = 0
         self._current: Job | None = None
         self._thread = threading.Thread(target=self._work, name="studio", daemon=True)
@@ -74,9 +75,11 @@ class Worker:
         return job
 
     def cancel(self, number: int) -> None:
-        for job in self.latest:
+        for job in tuple(self.latest):  # another thread may add to it
             if job.number == number:
                 job.cancelled.set()
+                if job.state == "waiting":
+                    job.state, job.message = "cancelled", "cancelled"
 
     def step(self, done: int, of: int) -> None:
         """Called by the job that is running."""
@@ -111,12 +114,13 @@ class Worker:
                 self._run(self._jobs.popleft())
 
     def _run(self, job: Job) -> None:
+        if job.cancelled.is_set():
+            return
         self._current, job.state = job, "running"
         try:
-            if job.cancelled.is_set():
-                raise Cancelled
             job.result = job.work(job)
             job.state = "done"
+            self.finished += 1
         except Cancelled:
             job.state, job.message = "cancelled", "cancelled"
         except Exception as error:

@@ -1,18 +1,18 @@
 """A Run's page and its figures for print; what the Run lacks for them is computed first."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ..reporting import payload, write_page
 from ..reporting.figures.flow import Flow, draw_flow
-from ..reporting.sections import open_runs
+from ..reporting.sections import open_runs, sections
 from ..reporting.sections.attention import read_maps
 from ..reporting.sections.attribution import read_trace, trace_files, traced_prompts
 from ..reporting.sections.circuits import comparisons
 from ..runs.run import Run, check_folder, check_writable, reading, write_bytes
 
-FLOW_TOKENS = 16  # figure 1 is for prompts whose words fit beside each other
+FLOW_TOKENS = 32  # figure 1 is for prompts whose words fit beside each other, turned
 
 
 def report(
@@ -48,11 +48,13 @@ def look(run: Run, prompts: Sequence[str], say: Callable[[str], None]) -> None:
 
 
 def figures(
-    run: str | Path | Run, kind: str = "pdf", out: str | Path | None = None, threshold: float = 0.9
-) -> list[Path]:
+    run: str | Path | Run, kind: str = "pdf", out: str | Path | None = None, threshold: float = 0.9,
+    say: Callable[[str], None] = print,
+) -> list[Path]:  # fmt: skip
     """Figures 1 to 4 of a Run for print, from the rows the report shows: the files that were drawn.
 
-    kind: pdf, svg or png. out: their folder; default: the Run.
+    kind: pdf, svg or png. out: their folder; default: the Run. say: hears which were left
+    out, and which command would make them.
     """
     found = run if isinstance(run, Run) else Run(run)
     folder = found.path if out is None else Path(out)
@@ -69,6 +71,8 @@ def figures(
             f"{found.path} has no rows to draw yet; `sparselens report {found.path}` says which commands would make "
             "them"
         )
+    for sentence in _left_out(found, drawn):
+        say(sentence)
     return drawn
 
 
@@ -98,11 +102,11 @@ def flow_of(run: Run) -> dict[str, Flow] | None:
         if dense is None or "sparse" not in prompt["models"] or len(prompt["tokens"]) > FLOW_TOKENS:
             continue
         tensors = read_maps(run.path / "attention" / Path(prompt["file"]).name)
-        words = [_clip(token) for token in prompt["tokens"]]
+        words = [_shown(token) for token in prompt["tokens"]]
         flow: dict[str, Flow] = {}
         for name, role in (("base", dense), ("sparse", "sparse")):
             weights = tensors[f"{role}.weights"].astype(float)
-            answer = [*words[:-1], _clip(prompt["models"][role]["says"][-1])]
+            answer = [*words[:-1], _shown(prompt["models"][role]["says"][-1])]
             n_open, attention = int((weights > 0).sum()), weights.tolist()
             flow[name] = {"input": words, "output": answer, "edges": n_open, "attention": attention}
             if role == "control":
@@ -111,6 +115,21 @@ def flow_of(run: Run) -> dict[str, Flow] | None:
     return None
 
 
-def _clip(token: str, most: int = 5) -> str:
-    text = token.strip() or "␣"
-    return text if len(text) <= most else text[: most - 1] + "…"
+def _shown(token: str) -> str:
+    """What can be printed of it; half a character cannot."""
+    return token.strip().replace("\n", "⏎").encode("utf-8", "replace").decode() or "␣"
+
+
+def _left_out(run: Run, drawn: list[Path]) -> Iterator[str]:
+    """Which figures were not drawn, and the command that would make what they lack."""
+    wants = {
+        "figure1": ("attention", f"a prompt of at most {FLOW_TOKENS} tokens that both models have read"),
+        "figure2": ("circuits", "a comparison of circuits"), "figure3": ("circuits", "circuits that can be drawn"),
+        "figure4": ("attribution", "a traced edge between clusters"),
+    }  # fmt: skip
+    for name, (section, lacks) in wants.items():
+        if not any(path.name.startswith(name) for path in drawn):
+            command = sections()[section].command(run)
+            if name == "figure1" and (run.path / "attention").is_dir():
+                command += " --prompt 'A SHORT PROMPT'"
+            yield f"left out {name}: the Run has no {lacks.removeprefix('a ')}; `{command}` makes it"

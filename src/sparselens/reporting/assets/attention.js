@@ -1,6 +1,7 @@
 // Attention explorer: a prompt, every head of two models side by side, one head large, the flow of short prompts.
 
-import { dropdown, element, emptyNotice, heading, how, number, segments, swatch } from "./dom.js";
+import { dropdown, element, emptyNotice, headName, heading, how, number, segments, swatch } from "./dom.js";
+import { asked, remember } from "./address.js";
 import { ROLE_NAMES } from "./data.js";
 import { HeadGrid, loadMaps } from "./maps.js";
 import { Lens, tokenStrip, visible } from "./token_reads.js";
@@ -35,6 +36,7 @@ class Explorer {
     const roles = Object.keys(rows.prompts[0].models);
     this.left = roles.find((role) => role !== "sparse") ?? "sparse";
     Object.assign(this, { prompt: 0, view: "weights", layer: 0, head: 0, pinned: null, pointed: null, pair: null });
+    this.restore(asked("attention"), roles);
     this.body = element("div", { class: "stack" });
     const dense = roles.filter((role) => role !== "sparse");
     section.append(
@@ -48,11 +50,12 @@ class Explorer {
         dropdown(
           "Prompt",
           rows.prompts.map((prompt, i) => [String(i), prompt.text.slice(0, 90)]),
-          "0",
-          (value) => {
+          String(this.prompt),
+          async (value) => {
             this.prompt = Number(value);
             this.pinned = this.pair = null;
-            this.build();
+            await this.build();
+            this.remember();
           },
         ),
         dense.length > 1
@@ -77,6 +80,7 @@ class Explorer {
               (view) => {
                 this.view = view;
                 this.refreshMaps();
+                this.remember();
               },
             )
           : null,
@@ -92,6 +96,20 @@ class Explorer {
       ),
     );
     this.build();
+  }
+
+  /** view: what the address asks for; what is not there is not shown. */
+  restore({ prompt, head, show }, roles) {
+    if (this.rows.prompts[Number(prompt)]) this.prompt = Number(prompt);
+    if (show === "margins" && roles.includes("sparse")) this.view = show;
+    const found = /^L(\d+)\.H(\d+)$/.exec(head ?? "");
+    const { n_layers: layers, n_heads: heads } = this.rows.shape;
+    if (!found || Number(found[1]) >= layers || Number(found[2]) >= heads) return;
+    [this.layer, this.head] = [Number(found[1]), Number(found[2])];
+    this.pair = [this.rows.prompts[this.prompt].tokens.length - 1, 0];
+  }
+  remember() {
+    remember("attention", { prompt: this.prompt, head: headName(this.layer, this.head), show: this.view });
   }
 
   get token() {
@@ -225,6 +243,7 @@ class Explorer {
     Object.assign(this, { layer, head });
     this.grids.forEach((grid) => grid.mark([layer, head]));
     this.refreshHead();
+    this.remember();
   }
   refresh() {
     this.refreshMaps();
@@ -235,7 +254,7 @@ class Explorer {
     this.refreshHead();
   }
   refreshHead() {
-    this.headTitle.textContent = `Layer ${this.layer}, head ${this.head}`;
+    this.headTitle.textContent = headName(this.layer, this.head);
     this.large.forEach((map, i) => map.show(this.models[i], this.view, this.layer, this.head, this.pair));
     this.facts.replaceChildren(pairFacts(this.models, this.layer, this.head, this.pair));
     const key = `${this.prompt} ${this.left} ${this.layer} ${this.head}`;

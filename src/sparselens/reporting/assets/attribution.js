@@ -1,10 +1,11 @@
 // Attribution: clusters and features of a traced prompt over layers and positions, and who carries each edge.
 
 import { dropdown, element, emptyNotice, heading, how, number, percent, segments, swatch, table } from "./dom.js";
+import { asked, remember } from "./address.js";
 import { ROLE_NAMES } from "./data.js";
 import { loadMaps } from "./maps.js";
 import { downloads } from "./download.js";
-import { edgeDetail, headName, lookDetail } from "./head_shares.js";
+import { edgeDetail, lookDetail, nameOf } from "./head_shares.js";
 import { checkPlot, singlesTable } from "./intervention_plot.js";
 import { TracePicture } from "./trace_picture.js";
 import { section } from "./sections.js";
@@ -34,12 +35,14 @@ section("attribution", (place, run) => {
   );
   const traces = [...run.attribution];
   const prompts = [...new Set(traces.map((trace) => trace.prompt))];
+  const view = asked("attribution");
+  const chosen = prompts.includes(view.prompt) ? view.prompt : prompts[0];
   const body = element("div", { class: "stack" });
   const show = (prompt) => {
-    const chosen = traces
+    const found = traces
       .filter((trace) => trace.prompt === prompt)
       .sort((a, b) => (a.role === "dense" ? 0 : 1) - (b.role === "dense" ? 0 : 1));
-    body.replaceChildren(...chosen.map((trace) => new TraceView(trace, run.attention).box));
+    body.replaceChildren(...found.map((trace) => new TraceView(trace, run.attention).box));
   };
   if (prompts.length > 1)
     place.append(
@@ -49,13 +52,16 @@ section("attribution", (place, run) => {
         dropdown(
           "Prompt",
           prompts.map((prompt) => [prompt, prompt.slice(0, 90)]),
-          prompts[0],
-          show,
+          chosen,
+          (prompt) => {
+            show(prompt);
+            remember("attribution", { prompt });
+          },
         ),
       ),
     );
   place.append(body);
-  show(prompts[0]);
+  show(chosen);
 });
 
 class TraceView {
@@ -93,9 +99,12 @@ class TraceView {
     );
     this.fillTable();
     const carried = trace.main?.edge ?? trace.edges.findIndex((edge) => edge.heads.length > 0);
-    if (trace.edges.length) this.choose(Math.max(carried, 0));
+    const view = asked("attribution");
+    const wanted = view.model === trace.role && view.prompt === trace.prompt ? Number(view.edge) : NaN;
+    if (trace.edges.length) this.choose(trace.edges[wanted] ? wanted : Math.max(carried, 0));
     else this.showDetail();
     this.findMaps(attention);
+    this.began = true;
   }
 
   head() {
@@ -146,7 +155,7 @@ class TraceView {
   csv() {
     const name = (i) => this.trace.clusters[i].name;
     const rows = this.trace.edges.map(({ source, target, weight, single_hop, predicted, measured, heads }) => {
-      return [name(source), name(target), weight, single_hop, predicted, measured, heads.map(headName).join(" ")];
+      return [name(source), name(target), weight, single_hop, predicted, measured, heads.map(nameOf).join(" ")];
     });
     return [["source", "target", "weight", "single_hop", "predicted", "measured", "heads_for_80"], ...rows];
   }
@@ -182,6 +191,8 @@ class TraceView {
     });
     this.showDetail();
     this.picture.redraw();
+    const { prompt, role: model } = this.trace;
+    if (this.began) remember("attribution", { prompt, model, edge });
   }
 
   showDetail() {

@@ -1,6 +1,6 @@
-// A circuit as a graph: a row of heads and an MLP per layer, layers downward, as in figure 3. Drawn on a canvas, fast.
+// A circuit as a graph: a row of heads and an MLP per layer, the input below, as in figure 3. Drawn on a canvas, fast.
 
-import { element, number } from "./dom.js";
+import { element, number, partName } from "./dom.js";
 import { keepDrawn, palette } from "./palette.js";
 import { fit, paint, Scene, weakLines } from "./scene.js";
 
@@ -114,7 +114,7 @@ export class GraphView {
     this.redraw();
   }
   key(event) {
-    const steps = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
+    const steps = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1 };
     if (event.key === "Escape") {
       this.hover = null;
       this.isolate(null);
@@ -135,15 +135,16 @@ export class GraphView {
     this.rise = Math.max(13, Math.min(52, 620 / (layers + 2)));
     this.radius = Math.max(2.6, Math.min(8, this.unit * 0.26, this.rise * 0.3));
     const left = (width - this.unit * columns) / 2 + this.unit / 2;
-    const top = 24;
+    const height = 50 + (layers + 1.2) * this.rise;
+    const below = (level) => height - 24 - level * this.rise;
     this.places = this.graph.nodes.map(({ kind, layer, head }) => {
-      if (kind === "input") return [left + ((heads - 1) / 2) * this.unit, top];
-      if (kind === "logits") return [left + ((heads - 1) / 2) * this.unit, top + (layers + 1.2) * this.rise];
+      if (kind === "input") return [left + ((heads - 1) / 2) * this.unit, below(0)];
+      if (kind === "logits") return [left + ((heads - 1) / 2) * this.unit, below(layers + 1.2)];
       return kind === "a"
-        ? [left + head * this.unit, top + (layer + 1) * this.rise]
-        : [left + (heads + 0.2) * this.unit, top + (layer + 1.35) * this.rise];
+        ? [left + head * this.unit, below(layer + 1)]
+        : [left + (heads + 0.2) * this.unit, below(layer + 1.35)];
     });
-    return top + (layers + 1.2) * this.rise + 26;
+    return height;
   }
   at(event) {
     const bounds = this.canvas.getBoundingClientRect();
@@ -208,13 +209,13 @@ export class GraphView {
   /** Nodes in one column would hide a straight line between them. */
   bows({ from, to }) {
     const [[x1, y1], [x2, y2]] = [this.places[from], this.places[to]];
-    return Math.abs(x1 - x2) <= 1 && y2 - y1 >= this.rise * 1.2;
+    return Math.abs(x1 - x2) <= 1 && y1 - y2 >= this.rise * 1.2;
   }
   line(scene, { from, to }, style) {
     const [[x1, y1], [x2, y2]] = [this.places[from], this.places[to]];
     if (!this.bows({ from, to })) scene.line(x1, y1, x2, y2, style);
     else
-      scene.curve(x1, y1, x1 + 2 * (0.22 * this.unit * ((y2 - y1) / this.rise) ** 0.7), (y1 + y2) / 2, x2, y2, style);
+      scene.curve(x1, y1, x1 + 2 * (0.22 * this.unit * ((y1 - y2) / this.rise) ** 0.7), (y1 + y2) / 2, x2, y2, style);
   }
   nodeShapes(scene, colours, lines) {
     const lit = new Set(lines.filter((line) => line.lit).flatMap((line) => [line.from, line.to]));
@@ -232,20 +233,20 @@ export class GraphView {
     });
     const label = { fill: colours.soft, size: 11, anchor: "middle" };
     const [input, output] = [this.places[this.graph.input], this.places[this.graph.output]];
-    scene.text(input[0], input[1] - this.radius - 6, "input", label);
-    scene.text(output[0], output[1] + this.radius + 13, "logits", label);
+    scene.text(input[0], input[1] + this.radius + 13, "input", label);
+    scene.text(output[0], output[1] - this.radius - 6, "logits", label);
     const mlp = this.places[this.graph.names.indexOf("m0")];
-    if (mlp) scene.text(mlp[0], mlp[1] - this.radius - 6, "MLP", label);
+    if (mlp) scene.text(mlp[0], mlp[1] + this.radius + 13, "MLP", label);
     const every = Math.ceil(13 / this.rise);
     for (let layer = 0; layer < this.graph.layers; layer += every)
-      scene.text(PAD - 12, 24 + (layer + 1) * this.rise + 4, layer, { ...label, anchor: "end" });
+      scene.text(PAD - 4, scene.height - 24 - (layer + 1) * this.rise + 4, `L${layer}`, { ...label, anchor: "end" });
   }
   /** A node in words: its strongest edges in this circuit. */
   words(node) {
     if (node === null) return ["Point at a node for its edges; click to isolate its paths."];
     const { from, to, names, score, through } = this.graph;
     const tell = (i, other) =>
-      `${names[other[i]]}${through[i] === "-" ? "" : ` (${through[i]})`} ${score[i] > 0 ? "+" : ""}${number(score[i], 2)}`;
+      `${partName(names[other[i]])}${through[i] === "-" ? "" : ` (${through[i]})`} ${score[i] > 0 ? "+" : ""}${number(score[i], 2)}`;
     const side = (mine, other) => {
       const found = this.live.filter((i) => mine[i] === node).sort((a, b) => Math.abs(score[b]) - Math.abs(score[a]));
       return found.length
@@ -255,6 +256,6 @@ export class GraphView {
             .join(", ")}${found.length > 4 ? ` and ${found.length - 4} more` : ""}`
         : "nothing";
     };
-    return [element("b", {}, names[node]), ` reads ${side(to, from)}; is read by ${side(from, to)}.`];
+    return [element("b", {}, partName(names[node])), ` reads ${side(to, from)}; is read by ${side(from, to)}.`];
   }
 }

@@ -1,6 +1,7 @@
 // Circuits: how much of a task few edges explain, and which edges they are, dense and sparse side by side.
 
 import { element, emptyNotice, heading, how, percent, segments, swatch } from "./dom.js";
+import { asked, remember } from "./address.js";
 import { ROLE_NAMES } from "./data.js";
 import { CurvePanel } from "./curves.js";
 import { KeptEdges, walked } from "./size_slider.js";
@@ -39,12 +40,14 @@ class Circuits {
     // The headline first in every task, so also here.
     const readings = new Map(rows.tasks.flatMap((task) => task.readings.filter(hasCurves).map((r) => [r.name, r])));
     const options = [...readings.values()].map(({ name, short }) => [name, short]);
-    [this.reading] = options[0] ?? [null];
+    const view = asked("circuits");
+    this.reading = readings.has(view.reading) ? view.reading : (options[0]?.[0] ?? null);
+    if (view.effect) this.threshold = view.effect;
     const part = (name, attributes) => (this[name] = element("div", attributes ?? {}));
     section.append(
       how(
         "An attention edge is one head, one token that reads and one token that is read. An edge between components carries what one part writes (the input, a head, an MLP) to what another part reads. A circuit is a set of edges; a reading says what all other edges do meanwhile. Explained effect is the share of the task's metric that the circuit alone recovers; bands are 95 % intervals over prompts.",
-        "Every point is a circuit that was run. The slider goes through them, and the pictures show exactly the edges that were in; layers go downward, a dashed line lowers the metric. Attention edges are drawn on the tokens of one prompt: where a reading looks at one prompt at a time, its sizes and effects are that prompt's own, and the curves above are means over all prompts.",
+        "Every point is a circuit that was run. The slider goes through them, and the pictures show exactly the edges that were in; the input is below, a dashed line lowers the metric. Attention edges are drawn on the tokens of one prompt: where a reading looks at one prompt at a time, its sizes and effects are that prompt's own, and the curves above are means over all prompts.",
         "Readings answer different questions and their numbers must not be mixed. The table at the end has all of them side by side.",
       ),
       part("all", { "aria-live": "polite" }),
@@ -60,6 +63,10 @@ class Circuits {
       part("tables"),
     );
     this.read(this.reading);
+    const task = rows.tasks.find(({ name }) => name === view.task);
+    if (task && this.readingOf(task)) this.choose(task);
+    if (Number(view.n) > 0) this.kept?.keep(Number(view.n));
+    this.began = true;
   }
 
   /** Shows another reading: curves, slider and picture together. */
@@ -211,6 +218,10 @@ class Circuits {
 
   refresh() {
     const chosen = this.kept?.show(this.shown, this.threshold) ?? {};
+    if (this.began) {
+      const { threshold: effect, kept, reading } = this;
+      remember("circuits", { task: this.task.name, reading, effect, n: kept?.kept });
+    }
     for (const { task, curves } of this.panels) {
       curves.card.classList.toggle("chosen", task === this.task && this.rows.tasks.length > 1);
       curves.show({ threshold: this.threshold, chosen: task === this.task ? chosen : {} });

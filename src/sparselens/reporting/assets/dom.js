@@ -21,7 +21,23 @@ export function svgElement(tag, attributes, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
 
+/** A head's name, everywhere: L11.H7. */
+export const headName = (layer, head) => `L${layer}.H${head}`;
+
+/** "a3.h1" of the files is head L3.H1, "m3" the MLP of layer 3. */
+export const partName = (site) =>
+  site.replace(/^a(\d+)\.h(\d+)/, (_, layer, head) => headName(layer, head)).replace(/^m(\d+)$/, "MLP $1");
+
 let counter = 0;
+const firstTime = (() => {
+  try {
+    const first = localStorage.getItem("sparselens-seen") === null;
+    localStorage.setItem("sparselens-seen", "yes");
+    return first;
+  } catch {
+    return false; // a page from disk may not remember anything
+  }
+})();
 export const freshId = (stem) => `${stem}-${++counter}`;
 
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
@@ -90,10 +106,11 @@ export function heading(section, text, lead) {
   return [element("h2", { id: `${section}-title` }, text), element("p", { class: "lead" }, lead)];
 }
 
+/** Open the first time a browser shows it; where nothing can be remembered, closed after that page. */
 export function how(...paragraphs) {
   return element(
     "details",
-    { class: "how" },
+    { class: "how", open: firstTime },
     element("summary", {}, "How to read this"),
     paragraphs.map((text) => element("p", {}, text)),
   );

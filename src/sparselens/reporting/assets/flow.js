@@ -7,6 +7,7 @@ import { downloads } from "./download.js";
 import { tokenLabel } from "./token_reads.js";
 
 export const FLOW_TOKENS = 16;
+const FLOW_COLUMNS = ["layer", "query", "key", "weight"]; // of a line
 
 /** Heads of a layer are one line: the strongest of them. */
 function links(maps) {
@@ -36,7 +37,11 @@ export class Flow {
         { class: "card-head" },
         element("h3", {}, title),
         this.note,
-        downloads(`flow-${role}`, { scene: () => this.scene(this.box.view.width) }),
+        downloads(`flow-${role}`, {
+          scene: () => this.scene(this.box.view.width),
+          json: () => ({ model: role, tokens: this.maps.tokens, columns: FLOW_COLUMNS, lines: this.links }),
+          csv: () => [FLOW_COLUMNS, ...this.links],
+        }),
       ),
       this.box,
     );

@@ -1,6 +1,6 @@
 // One head, large: what every query reads, with the gate's margin where there are gates.
 
-import { element, number, table } from "./dom.js";
+import { element, headName, number, table } from "./dom.js";
 import { keepDrawn, palette } from "./palette.js";
 import { atlas } from "./maps.js";
 import { fit } from "./scene.js";
@@ -34,7 +34,7 @@ export class HeadMap {
     Object.assign(this, { maps, view, layer, head, pair });
     this.canvas.setAttribute(
       "aria-label",
-      `Layer ${layer}, head ${head} of the ${this.role} model: keys across, queries upward. Arrow keys move between pairs.`,
+      `${headName(layer, head)} of the ${this.role} model: keys across, queries upward. Arrow keys move between pairs.`,
     );
     this.redraw();
   }

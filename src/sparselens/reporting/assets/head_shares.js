@@ -1,13 +1,13 @@
 // One edge of the attribution graph, opened: the heads that carry it, their maps, why they look there.
 
-import { element, number, percent, table } from "./dom.js";
+import { element, headName, number, percent, table } from "./dom.js";
 import { keepDrawn, palette } from "./palette.js";
 import { fit } from "./scene.js";
 import { atlas } from "./maps.js";
 
 const MOST_MAPS = 60;
 
-export const headName = ({ layer, head }) => `L${layer}-H${head}`;
+export const nameOf = ({ layer, head }) => headName(layer, head);
 
 /** "carried at 80 % by": the heads, a map each, the links, what closing or removing them was predicted and measured to do. */
 export function edgeDetail(trace, edge, maps, onLook) {
@@ -36,7 +36,7 @@ export function edgeDetail(trace, edge, maps, onLook) {
           "p",
           {},
           "Carried at 80 % by ",
-          element("b", {}, edge.heads.map(headName).join(", ")),
+          element("b", {}, edge.heads.map(nameOf).join(", ")),
           ` (${edge.heads.length} of ${trace.n_layers * trace.n_heads} heads)`,
         )
       : element("p", { class: "note" }, "No head is named for this edge."),
@@ -62,7 +62,7 @@ const share = (part, whole) => (part === null || part === undefined || !whole ? 
 function headMap(maps, head, edge) {
   const canvas = element("canvas", {
     role: "img",
-    "aria-label": `Attention of ${headName(head)}; the links that carry this edge are marked`,
+    "aria-label": `Attention of ${nameOf(head)}; the links that carry this edge are marked`,
   });
   const box = element("div", { class: "plot" }, canvas);
   const marks = [...edge.arrival, ...edge.departure].filter(
@@ -107,7 +107,7 @@ function headMap(maps, head, edge) {
     element(
       "figcaption",
       {},
-      headName(head),
+      nameOf(head),
       head.share === null ? "" : element("small", {}, ` ${share(head.share, edge.weight)}`),
     ),
     box,
@@ -129,8 +129,8 @@ function linkTable(trace, edge, onLook) {
         const on = { click: () => onLook(look) };
         return [
           look
-            ? element("button", { class: "says", type: "button", "data-look": headName(link), on }, headName(link))
-            : headName(link),
+            ? element("button", { class: "says", type: "button", "data-look": nameOf(link), on }, nameOf(link))
+            : nameOf(link),
           element("span", { class: "says" }, `${token(link.query)} ${link.query} → ${token(link.key)} ${link.key}`),
           share(link.share, edge.weight),
           look ? number(look.margin) : "–",
@@ -147,7 +147,7 @@ export function lookDetail(look) {
   return element(
     "div",
     { class: "stack look-detail" },
-    element("h3", {}, `Why ${headName(look)} looks from ${look.query} to ${look.key}`),
+    element("h3", {}, `Why ${nameOf(look)} looks from ${look.query} to ${look.key}`),
     element(
       "p",
       { class: "note" },

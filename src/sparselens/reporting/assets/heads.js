@@ -1,6 +1,6 @@
 // The heads of a circuit as a table one can sort; a click on a name isolates the head in the graph.
 
-import { element, number, percent, table } from "./dom.js";
+import { element, number, partName, percent, table } from "./dom.js";
 import { downloads } from "./download.js";
 
 /** rows: one per head with a place in the circuit. */
@@ -33,7 +33,7 @@ function headRows(graph, live, density) {
 }
 
 const COLUMNS = [
-  ["name", "Head", (row) => row.name],
+  ["name", "Head", (row) => partName(row.name)],
   ["score", "Score written", (row) => number(row.score)],
   ["reads", "Edges in", (row) => number(row.reads)],
   ["writes", "Edges out", (row) => number(row.writes)],
@@ -113,7 +113,7 @@ export class HeadsTable {
         sorted
           .slice(0, 200)
           .map((row) => [
-            element("button", { class: "says", type: "button", on: { click: () => this.onHead(row.name) } }, row.name),
+            element("button", { class: "says", type: "button", on: { click: () => this.onHead(row.name) } }, partName(row.name)),
             ...COLUMNS.slice(1).map(([, , show]) => show(row)),
           ]),
       ),

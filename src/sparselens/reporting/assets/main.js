@@ -1,6 +1,7 @@
 // The page: sections of the chosen Run, the theme, where one is, and, when served, news.
 
 import { element, segments } from "./dom.js";
+import { goToAddress } from "./address.js";
 import { report } from "./data.js";
 import { redrawAll } from "./palette.js";
 import { showSections } from "./sections.js";
@@ -81,5 +82,6 @@ if (report.runs.length > 1) {
 }
 place("tools").append(themeButton());
 show(0);
+goToAddress();
 followScroll();
 followRun();

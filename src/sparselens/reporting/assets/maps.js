@@ -1,6 +1,6 @@
 // Attention of one model on one prompt, and the grid of all its heads.
 
-import { element } from "./dom.js";
+import { element, headName } from "./dom.js";
 import { decode } from "./data.js";
 import { keepDrawn, palette, rgb } from "./palette.js";
 import { fit } from "./scene.js";
@@ -134,7 +134,7 @@ export class HeadGrid {
     this.chosen = chosen;
     this.canvas.setAttribute(
       "aria-label",
-      `Attention maps of ${layers} layers of ${heads} heads, ${this.role} model; layer ${chosen[0]}, head ${chosen[1]} is chosen. Arrow keys choose another.`,
+      `Attention maps of ${layers} layers of ${heads} heads, ${this.role} model; ${headName(...chosen)} is chosen. Arrow keys choose another.`,
     );
     if (drawn) this.overlay();
   }

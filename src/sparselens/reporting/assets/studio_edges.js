@@ -22,7 +22,7 @@ export class EdgeField {
     if (!this.maps) return;
     const { layers, size, tokens, role } = this.maps;
     const colours = palette();
-    const rise = Math.max(9, Math.min(46, 300 / layers));
+    const rise = Math.max(9, Math.min(90, 300 / layers));
     const height = layers * rise + 74;
     const left = 34;
     const step = (width - left - 24) / Math.max(size - 1, 1);

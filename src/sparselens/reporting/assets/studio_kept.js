@@ -6,23 +6,25 @@ import { changesInWords } from "./studio_state.js";
 
 const signed = (value) => (value > 0 ? `+${number(value)}` : number(value));
 
-/** onRemove(index) puts a button beside each; onOpen(row) another. */
+/** onRemove(id) puts a button beside each; onOpen(row) another. */
 export function keptList(kept, onOpen, onRemove) {
   if (!kept.length) return element("p", { class: "note" }, "Nothing has been kept yet.");
   return element(
     "ol",
     { class: "kept" },
-    kept.map((row, i) =>
+    kept.map((row) =>
       element(
         "li",
-        { class: "card" },
+        { class: "card", id: row.id ? `kept-${row.id}` : null },
         row.kind === "circuit" ? circuitCard(row) : experimentCard(row),
         element(
           "p",
           {},
           onOpen && row.kind === "experiment" ? small("Open", () => onOpen(row)) : null,
           " ",
-          onRemove ? small("Remove", () => onRemove(i)) : null,
+          onRemove ? small("Remove", () => onRemove(row.id)) : null,
+          " ",
+          row.id ? element("a", { href: `#kept-${row.id}` }, "Its address") : null,
         ),
       ),
     ),
@@ -34,7 +36,7 @@ const small = (text, click) => element("button", { type: "button", class: "plain
 function experimentCard(row) {
   const changes = changesInWords(row.changes, row.tokens);
   return [
-    element("p", { class: "says" }, row.tokens.join("")),
+    element("p", { class: "says" }, row.text + (row.more?.length ? row.tokens.slice(-row.more.length).join("") : "")),
     element(
       "p",
       {},

@@ -2,11 +2,12 @@
 
 import { dropdown, element, number, percent, segments, swatch, table } from "./dom.js";
 import { ROLE_NAMES } from "./data.js";
+import { downloads } from "./download.js";
 import { HeadGrid, loadMaps } from "./maps.js";
 import { HeadMap } from "./head.js";
 import { Lens, tokenStrip, visible } from "./token_reads.js";
 import { EdgeField } from "./studio_edges.js";
-import { circuitCard, keptList } from "./studio_kept.js";
+import { keptList } from "./studio_kept.js";
 import {
   changesInWords, countChanges, hasChange, readAddress, scaledBy, toggled, untouched, writeAddress,
 } from "./studio_state.js";
@@ -31,7 +32,7 @@ export class LiveStudio {
     this.status = element("p", { class: "note", id: "studio-status", role: "status", "aria-live": "polite" });
     this.body = element("div", { class: "stack" });
     place.append(this.status, this.body);
-    this.asked = 0;
+    this.asked = {};
     this.poll();
   }
 
@@ -80,7 +81,7 @@ export class LiveStudio {
     this.outcome = element("div", { id: "outcome", role: "status", "aria-live": "polite" });
     this.changes = element("div", { id: "changes" });
     this.field = new EdgeField((edge) => this.touch("closed", edge));
-    this.tables = element("div", { class: "pair loose" });
+    this.tables = element("div", { class: "pair loose edges" });
     this.why = element("div", { id: "why" });
     this.strip = element("div", {});
     this.grid = new HeadGrid(this.state.role, (layer, head) => this.chooseHead(layer, head));
@@ -101,6 +102,7 @@ export class LiveStudio {
           { class: "controls" },
           this.told.prompts.slice(0, 4).map((text) => button(text.slice(0, 40), () => this.replacePrompt(text))),
           this.told.filled ? null : button("Generate one token", () => this.generate(), { id: "generate" }),
+          this.told.filled ? null : button("Generate ten", () => this.generateMany(10), { id: "generate-ten" }),
           this.told.filled ? null : button("Drop generated", () => this.setMore([])),
           this.generated,
         ),
@@ -145,7 +147,6 @@ export class LiveStudio {
         this.kept,
       ),
     );
-    this.kept.replaceChildren(keptList(this.told.kept, (row) => this.open(row), (i) => this.remove(i)));
   }
 
   askCard(roles) {
@@ -188,6 +189,7 @@ export class LiveStudio {
     writeAddress(state);
   }
   type(text) {
+    if (this.ask_clean.value === this.state.text) this.ask_clean.value = text; // what nobody has changed follows
     this.set({ ...untouched(this.state), text, more: [], answer: null, position: null });
     this.look();
   }
@@ -197,11 +199,19 @@ export class LiveStudio {
   }
   setMore(more) {
     this.set({ ...untouched(this.state), more, answer: null, position: null });
-    this.look();
+    return this.look();
   }
-  generate() {
+  async generate() {
     const next = this.prompt?.models[this.state.role].next[0];
-    if (next) this.setMore([...this.state.more, next.id]);
+    if (next) await this.setMore([...this.state.more, next.id]);
+  }
+  /** Step by step, so that the edges of every new token light up; anything else that is asked meanwhile ends it. */
+  async generateMany(n) {
+    for (let i = 0; i < n; i++) {
+      const before = this.state.more.length;
+      await this.generate();
+      if (this.state.more.length !== before + 1 || this.prompt.tokens.length >= this.told.most_tokens) return;
+    }
   }
   touch(kind, place) {
     this.set(toggled(this.state, kind, place));
@@ -220,17 +230,19 @@ export class LiveStudio {
 
   // ---- asking ----
 
-  async attempt(work) {
-    const number = ++this.asked;
+  /** Of several askings of one kind only the latest counts. */
+  async attempt(kind, work) {
+    const number = (this.asked[kind] = (this.asked[kind] ?? 0) + 1);
+    const current = () => number === this.asked[kind];
     try {
-      await work(() => number === this.asked);
+      await work(current);
     } catch (error) {
-      if (number === this.asked) this.say(error.message, true);
+      if (current()) this.say(error.message, true);
     }
   }
 
   look() {
-    return this.attempt(async (current) => {
+    return this.attempt("prompt", async (current) => {
       const begun = performance.now();
       const { text, more, position } = this.state;
       const prompt = await ask("look", { text, more, position });
@@ -258,7 +270,7 @@ export class LiveStudio {
   }
 
   refresh() {
-    return this.attempt((current) => this.showTouched(current));
+    return this.attempt("prompt", (current) => this.showTouched(current));
   }
 
   async showTouched(current) {
@@ -419,7 +431,7 @@ export class LiveStudio {
     });
     this.featureBox ??= element("div", {});
     this.tables.replaceChildren(
-      element("div", { class: "card" }, element("h3", {}, "Edges"), element("div", { class: "scroll tall", tabindex: "0", role: "region", "aria-label": "Edges" }, table(["head", "reads at", "from", "weight", "if closed, nats", ""], rows))),
+      element("div", { class: "card" }, element("div", { class: "card-head" }, element("h3", {}, "Edges"), this.saved()), element("div", { class: "scroll tall", tabindex: "0", role: "region", "aria-label": "Edges" }, table(["head", "reads at", "from", "weight", "if closed, nats", ""], rows))),
       element(
         "div",
         { class: "card stack" },
@@ -431,8 +443,18 @@ export class LiveStudio {
     );
   }
 
+  /** All edges the picture was made from, and what was asked. */
+  saved() {
+    const columns = ["layer", "head", "query", "key", "if_closed_nats", "weight"];
+    const rows = () => this.edges.map((edge) => [...edge, this.maps.weight(...edge.slice(0, 4))]);
+    return downloads("studio-edges", {
+      json: () => ({ ...this.state, tokens: this.prompt.tokens, measured: this.touched, columns, edges: rows() }),
+      csv: () => [columns, ...rows()],
+    });
+  }
+
   showFeatures() {
-    return this.attempt(async (current) => {
+    return this.attempt("features", async (current) => {
       const { features } = await ask("active", this.question());
       if (!current()) return;
       const factors = [1, 0, 0.5, 2, -1].map((factor) => [String(factor), `× ${factor}`]);
@@ -447,7 +469,7 @@ export class LiveStudio {
   }
 
   explain(edge) {
-    return this.attempt(async (current) => {
+    return this.attempt("why", async (current) => {
       const found = await ask("opened", { ...this.question(), edge });
       if (!current()) return;
       const gate = found.margin === null ? "" : ` Gate margin ${signedNumber(found.margin)}: ${found.margin > 0 ? "open" : "closed"}.`;
@@ -469,39 +491,40 @@ export class LiveStudio {
   discover() {
     const body = { role: this.state.role };
     for (const name of ["clean", "corrupted", "answer", "wrong"]) body[name] = this[`ask_${name}`].value;
-    return this.attempt(() => ask("discover", body));
+    return this.attempt("discover", () => ask("discover", body));
   }
   trace() {
-    return this.attempt(() => ask("trace", { role: this.state.role, text: this.state.text, target: this.state.answer.text }));
+    return this.attempt("trace", () => ask("trace", this.question()));
   }
   keep() {
-    return this.attempt(async () => this.showKept((await ask("keep", this.question())).kept));
+    return this.attempt("kept", async () => this.showKept(await ask("keep", this.question())));
   }
-  remove(index) {
-    return this.attempt(async () => this.showKept((await ask("remove", { index })).kept));
+  remove(id) {
+    return this.attempt("kept", async () => this.showKept(await ask("remove", { id })));
   }
   export() {
-    return this.attempt(async () => {
+    return this.attempt("export", async () => {
       const { folder, file } = await ask("export", {});
       this.say(`Written: ${folder}/${file}. It opens from disk, offline.`);
     });
   }
-  showKept(kept) {
-    this.kept.replaceChildren(keptList(kept, (row) => this.open(row), (i) => this.remove(i)));
+  showKept({ kept, version }) {
+    this.keptVersion = version;
+    this.kept.replaceChildren(keptList(kept, (row) => this.open(row), (id) => this.remove(id)));
   }
   showJobs({ jobs, kept }) {
-    const stamp = JSON.stringify([jobs.map((job) => [job.number, job.state, job.done, job.message]), kept.length]);
+    if (kept !== this.keptVersion) this.attempt("kept", async () => this.showKept(await ask("kept")));
+    const stamp = JSON.stringify(jobs.map((job) => [job.number, job.state, job.done, job.message]));
     if (stamp === this.jobStamp) return;
-    if (this.jobStamp) this.showKept(kept);
     this.jobStamp = stamp;
     this.jobs.replaceChildren(
       ...jobs.map((job) =>
         element(
           "div",
           { class: "job", "data-job": job.number, "data-state": job.state },
-          element("p", {}, `${job.kind}: ${job.state} `, job.of && job.state === "running" ? `${job.done} of ${job.of} ` : "", job.message, " ", ["waiting", "running"].includes(job.state) ? button("Cancel", () => this.attempt(() => ask("cancel", { number: job.number }))) : null),
+          element("p", {}, `${job.kind}: ${job.state} `, job.of && job.state === "running" ? `${job.done} of ${job.of} ` : "", job.message, " ", ["waiting", "running"].includes(job.state) ? button("Cancel", () => this.attempt("cancel", () => ask("cancel", { number: job.number })), { "data-cancel": job.number }) : null),
           job.state === "running" ? element("progress", { max: job.of || 1, value: job.done, "aria-label": job.kind }) : null,
-          job.state === "done" && job.kind === "discover" ? circuitCard(job.result) : null,
+          job.state === "done" && job.kind === "discover" ? element("p", {}, `${number(job.result.n_edges)} edges: kept below.`) : null,
           job.state === "done" && job.kind === "trace" ? element("p", {}, "The trace has joined the page. ", button("Show it", () => { location.hash = "#attribution"; location.reload(); })) : null,
         ),
       ),

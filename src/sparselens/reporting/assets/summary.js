@@ -2,14 +2,20 @@
 
 import { element, emptyNotice, number, percent, swatch, table } from "./dom.js";
 import { ROLE_NAMES } from "./data.js";
+import { Flow, FLOW_TOKENS } from "./flow.js";
+import { withTerms } from "./glossary.js";
+import { HeadGrid, loadMaps } from "./maps.js";
 import { section } from "./sections.js";
 
 const STATES = { met: ["✓", "met"], care: ["!", "look twice"], missed: ["✕", "not met"], open: ["–", "open"] };
 
 section("summary", (place, run, others) => {
   const { summary } = run;
+  const opening = element("div", { class: "stack" });
   place.replaceChildren(
     element("h1", { id: "summary-title" }, summary.sentence),
+    summary.story ? story(summary.story) : "",
+    opening,
     verdictList(summary.verdicts),
     summary.facts.length ? factTable(summary) : "",
     summary.table.length
@@ -23,7 +29,68 @@ section("summary", (place, run, others) => {
         ? ""
         : emptyNotice("This Run has not finished; its end fills the table. This goes on with it:", run.commands.summary),
   );
+  beforeAndAfter(opening, run.attention);
 });
+
+/** What was done, what it cost, what became simpler, and the one number of figure 2. */
+function story({ sentences, number: one }) {
+  return element(
+    "div",
+    { class: "story" },
+    one
+      ? element(
+          "p",
+          { class: "one-number", id: "one-number" },
+          element("b", {}, one.value.replace("x", "×")),
+          element("span", {}, one.what),
+          element("small", {}, one.spread),
+        )
+      : null,
+    element(
+      "ol",
+      {},
+      sentences.map((sentence) => element("li", {}, withTerms(sentence))),
+    ),
+  );
+}
+
+/** The attention of one prompt, dense and sparse: a line per word that some head reads; of a long one, a map per head. */
+async function beforeAndAfter(place, rows) {
+  const shown = rows?.prompts.filter((one) => one.models.sparse) ?? [];
+  const short = shown.find((one) => one.tokens.length <= FLOW_TOKENS);
+  const prompt = short ?? shown[0];
+  const dense = prompt && ["dense", "control"].find((role) => prompt.models[role]);
+  if (!dense) return;
+  const filled = rows.filled || 1;
+  const made = await Promise.all(
+    [dense, "sparse"].map(async (role) => {
+      const [model, maps] = [prompt.models[role], await loadMaps(rows.shape, prompt, role)];
+      const title = role === "sparse" ? "After: sparse" : `Before: ${ROLE_NAMES[role].toLowerCase()}`;
+      if (!short) {
+        const grid = new HeadGrid(role, () => {});
+        grid.show(maps, "weights", [-9, -9], null); // no head is chosen
+        grid.canvas.removeAttribute("tabindex");
+        grid.canvas.setAttribute("role", "img");
+        grid.canvas.setAttribute("aria-label", `Attention maps of all heads, ${role} model: ${model.open} edges`);
+        const note = element("span", { class: "note" }, `${number(model.open)} edges`);
+        return element("figure", { class: "card" }, element("div", { class: "card-head" }, element("h3", {}, title), note), grid.box);
+      }
+      const flow = new Flow(role, title, () => {});
+      flow.show(maps, model.says.map((text, i) => (i < model.says.length - filled ? null : text)), model.open, null);
+      return flow.card;
+    }),
+  );
+  place.replaceChildren(
+    element("div", { class: "pair" }, made),
+    element(
+      "p",
+      { class: "note" },
+      short
+        ? "Words of one prompt across, the input below. A line is a word that some head reads in that layer, dark where it reads much."
+        : "One prompt. Each small square is a head: words across are read, words upward read; dark means much, blank nothing at all.",
+    ),
+  );
+}
 
 function factTable(summary) {
   const facts = summary.facts.map(([name, value]) => [element("dt", {}, name), element("dd", {}, number(value, 4))]);
@@ -34,18 +101,22 @@ function verdictList(verdicts) {
   return element(
     "ul",
     { class: "verdicts", "aria-label": "What met its target" },
-    verdicts.map(({ state, label, detail }) =>
+    verdicts.map(({ state, label, detail, sentence }) =>
       element(
         "li",
         { class: state },
         element("span", { class: "sign", "aria-hidden": "true" }, STATES[state][0]),
         element(
-          "span",
+          "details",
           {},
-          element("span", { class: "label" }, label),
-          element("span", { class: "word" }, STATES[state][1]),
+          element(
+            "summary",
+            {},
+            element("span", { class: "sentence" }, sentence),
+            element("span", { class: "word" }, STATES[state][1]),
+          ),
+          element("p", { class: "detail" }, element("span", { class: "label" }, `${label}: `), withTerms(detail)),
         ),
-        element("span", { class: "detail" }, detail),
       ),
     ),
   );

@@ -1,7 +1,7 @@
-// A circuit of single attention edges on the tokens of an example prompt: positions across, layers downward, as in
+// A circuit of single attention edges on the tokens of an example prompt: positions across, the input below, as in
 // figure 3. Heads that connect the same two tokens in the same layer are one line.
 
-import { element, number } from "./dom.js";
+import { element, headName, number } from "./dom.js";
 import { keepDrawn, palette } from "./palette.js";
 import { fit, paint, Scene, weakLines } from "./scene.js";
 import { visible } from "./token_reads.js";
@@ -119,20 +119,20 @@ export class TokenView {
     const head = upright ? 34 : 76;
     const scene = new Scene(width, layers * rise + head + 14);
     this.x = (position) => EDGE_LEFT + position * step;
-    this.y = (level) => head + level * rise;
+    this.y = (level) => 14 + (layers - level) * rise;
     this.tokens.forEach((_, i) =>
       scene.line(this.x(i), this.y(0), this.x(i), this.y(layers), { stroke: colours.line, dash: [1, 3] }),
     );
     for (let layer = 0; layer < layers; layer += Math.ceil(14 / rise))
-      scene.text(EDGE_LEFT - 16, this.y(layer + 0.5) + 4, layer, { fill: colours.soft, size: 11, anchor: "end" });
+      scene.text(EDGE_LEFT - 16, this.y(layer + 0.5) + 4, `L${layer}`, { fill: colours.soft, size: 11, anchor: "end" });
     this.lineShapes(scene, colours);
     names.forEach((name, i) => {
       const chosen = this.hover && (this.hover.query === i || this.hover.key === i);
       if (step < 9 && !chosen) return;
       const text = name.length > 11 ? [...name.slice(0, 10), "…"].join("") : name.join("");
       const look = { fill: chosen ? colours.mark : colours.ink, mono: true };
-      if (upright) scene.text(this.x(i), this.y(0) - 12, text, { ...look, size: 12, anchor: "middle" });
-      else scene.text(this.x(i) + 3, this.y(0) - 9, text, { ...look, size: 10.5, rotate: -65 });
+      if (upright) scene.text(this.x(i), this.y(0) + 20, text, { ...look, size: 12, anchor: "middle" });
+      else scene.text(this.x(i) + 4, this.y(0) + 13, text, { ...look, size: 10.5, rotate: -65, anchor: "end" });
     });
     return scene;
   }
@@ -171,7 +171,7 @@ export class TokenView {
     const { score, weight, head } = this.edges;
     const told = line.edges.slice(0, 4).map((i) => {
       const share = (weight?.[i] ?? null) === null ? "" : `, weight ${number(weight[i], 2)}`;
-      return `a${line.layer}.h${head[i]} (score ${number(score[i], 2)}${share})`;
+      return `${headName(line.layer, head[i])} (score ${number(score[i], 2)}${share})`;
     });
     const more = line.edges.length > 4 ? ` and ${line.edges.length - 4} more` : "";
     const token = (at) => [element("b", { class: "says" }, visible(this.tokens[at]).trim() || "␣"), ` (${at})`];

@@ -1,6 +1,6 @@
 // Training: loss against its target, density, lambda, speed; where the open edges are, and how they went.
 
-import { element, emptyNotice, heading, how, number, percent, svgElement } from "./dom.js";
+import { element, emptyNotice, headName, heading, how, number, percent, svgElement } from "./dom.js";
 import { keepDrawn, palette } from "./palette.js";
 import { LineChart, Timeline } from "./charts.js";
 import { Scene, toSvg } from "./scene.js";
@@ -75,9 +75,8 @@ function heatMaps(run, rows) {
   }
   if (perHead) {
     const unit = "density of every head at the end, log colour";
-    const name = (layer, head) => `layer ${layer}, head ${head}`;
     const axes = { xLabels: perHead[0].map((_, i) => i), xTitle: "head" };
-    cards.push(heatCard("Where the open edges are", unit, "density-per-head", perHead, name, axes));
+    cards.push(heatCard("Where the open edges are", unit, "density-per-head", perHead, headName, axes));
   }
   return element("div", { class: "charts stack-top" }, cards);
 }

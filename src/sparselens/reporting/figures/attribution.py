@@ -128,8 +128,8 @@ class _Page:
         for i, one in enumerate(sorted(maps, key=lambda m: (-m["layer"], -m["head"]))):
             a = left + (i % columns) * (side + 0.07)
             b = start - (i // columns + 1) * (side + label)
-            self.map(one, main, len(model["tokens"]), a, b, side)
-            name, size = f"L{one['layer']}-H{one['head']}", max(3.2, min(8.0, side * 11))
+            self.map(one, main, model["tokens"], a, b, side, ORANGE if model.get("gated") else BLUE)
+            name, size = f"L{one['layer']}.H{one['head']}", max(3.2, min(8.0, side * 11))
             self.text(a + side / 2, b + side + label / 2 - 0.01, name, size)
         self.compass(left, start - side - label)
 
@@ -140,15 +140,18 @@ class _Page:
             self.axis.annotate("", (x - 0.24 + dx, y + dy), (x - 0.24, y), arrowprops=arrow)
             self.text(x - 0.24 + dx * 0.55 + 0.06 * (dy > 0), y - 0.07 * (dx > 0) + dy * 1.3, name, 6.5)
 
-    def map(self, one: MapRow, main: MainRow, n: int, x: float, y: float, side: float) -> None:
+    def map(
+        self, one: MapRow, main: MainRow, tokens: list[str], x: float, y: float, side: float, colour: str
+    ) -> None:  # fmt: skip
         import numpy as np
         from matplotlib.colors import to_rgb
         from matplotlib.patches import Rectangle
 
-        picture, blue = np.ones((n, n, 3)), np.array(to_rgb(BLUE))
+        n = len(tokens)
+        picture, ink = np.ones((n, n, 3)), np.array(to_rgb(colour))
         for query, key, weight in one["cells"]:
             # The square root shows weak looks too; the eye compares areas of ink, not numbers.
-            picture[query, key] = 1 - (1 - blue) * min(1.0, weight) ** 0.5
+            picture[query, key] = 1 - (1 - ink) * min(1.0, weight) ** 0.5
         extent = (x, x + side, y, y + side)
         self.axis.imshow(picture, origin="lower", extent=extent, interpolation="nearest", aspect="auto", zorder=2)
         self.axis.add_patch(Rectangle((x, y), side, side, fill=False, ec=GREY, lw=0.5, zorder=3))
@@ -159,6 +162,22 @@ class _Page:
             corner = (x + (key + 0.5) * cell - size / 2, y + (query + 0.5) * cell - size / 2)
             fill: Any = RED if weights.get((query, key), 0.0) > 0 else "none"
             self.axis.add_patch(Rectangle(corner, size, size, lw=0.6, zorder=4, fc=fill, ec=RED))
+
+        self.map_tokens(main, tokens, x, y, side)
+
+    def map_tokens(self, main: MainRow, tokens: list[str], x: float, y: float, side: float) -> None:
+        """Beside the diagonal, where a causal map is empty: a word names its row and its column."""
+        cell = side / len(tokens)
+        size = min(6.0, 0.9 * cell * 72)
+        if size < 3.2:  # nobody could read them
+            return
+        for i, token in enumerate(tokens):
+            fits = int(((len(tokens) - i - 1) * cell - 0.03) * 72 / (0.62 * size))
+            if fits < min(3, len(visible(token))):
+                continue
+            red = i in main["keys"] or i in main["queries"]
+            style: Any = {"ha": "left", "zorder": 3, "color": RED if red else INK, "family": "monospace"}
+            self.text(x + (i + 1) * cell + 0.02, y + (i + 0.5) * cell, _cut(visible(token), fits), size, **style)
 
     # ---- the prompt and its clusters ----
 
@@ -237,14 +256,19 @@ class _Page:
                 continue
             level = y == above
             side = 0.5 * _box_width(self.named(edge["source"]))
-            start = (x + side, y) if level else (x, y + 0.2)
+            over = level and any(x < other < to for other, at in places.values() if at == high)
+            start = (x, y + 0.2) if over or not level else (x + side, y)
             end = (to - 0.5 * _box_width(self.named(edge["target"])), above) if level else (to, above - 0.2)
+            # No arrow runs behind a box: over those between its ends, or bent so little that it stays below the row.
+            bend = 0.06 if to <= x else min(0.06, 0.2 * (above - y) / (to - x))
+            if over:
+                end, bend = (to, above + 0.2), min(0.3, 1.0 / (to - x))
             colour = RED if is_main else BLUE if edge["weight"] >= 0 else ORANGE
             self.axis.add_patch(
                 FancyArrowPatch(
                     start, end, arrowstyle="-|>", mutation_scale=6 + 5 * strength, lw=0.5 + 2.2 * strength,
                     color=colour, alpha=1.0 if is_main else 0.35 + 0.5 * strength, zorder=4 if is_main else 3,
-                    connectionstyle="arc3,rad=0" if level else "arc3,rad=-0.06", shrinkA=0, shrinkB=0,
+                    connectionstyle=f"arc3,rad={-bend if over or not level else 0:.4f}", shrinkA=0, shrinkB=0,
                 )
             )  # fmt: skip
 

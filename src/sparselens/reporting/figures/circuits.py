@@ -6,8 +6,8 @@ from typing import Any, cast
 
 from ...circuits.rows import ComparisonRows, Reading, TaskRow, wording
 from ..readings import count, ordered
-from .curves import draw_figure2
-from .style import BLUE, INK, LIGHT, SUFFIXES, Axes, pyplot, save
+from .curves import COLOURS, draw_figure2
+from .style import INK, LIGHT, SUFFIXES, Axes, pyplot, save
 from .token_circuits import draw_token_circuits, on_tokens
 
 
@@ -49,9 +49,9 @@ def _pictures(row: TaskRow) -> list[tuple[str, str]]:
 
 
 def draw_circuits(comparison: ComparisonRows, task: str, path: str | Path) -> None:
-    """Figure 3: the circuits that explain 90 %, side by side; a row of heads and an MLP per layer, layers downward."""
+    """Figure 3: the circuits that explain 90 %, side by side; a row of heads and an MLP per layer, the input below."""
     models, names = comparison["tasks"][task]["models"], comparison.get("names", {})
-    roles = [role for role in ("sparse", "dense") if role in models and "components" in models[role]["readings"]]
+    roles = [role for role in ("dense", "sparse") if role in models and "components" in models[role]["readings"]]
     shapes = [(int(models[role]["n_layers"]), int(models[role]["n_heads"])) for role in roles]
     width = max(n_heads for _, n_heads in shapes) + 2
     height = max(n_layers for n_layers, _ in shapes) + 3
@@ -61,35 +61,35 @@ def draw_circuits(comparison: ComparisonRows, task: str, path: str | Path) -> No
         figure, axes = plt.subplots(1, len(roles), figsize=(max(size[0], 3.2 * len(roles)), size[1]), squeeze=False)
         figure.subplots_adjust(left=0.07, right=0.99, top=0.93, bottom=0.02, wspace=0.06)
         for axis, role, shape in zip(axes[0], roles, shapes, strict=True):
-            _draw_circuit(axis, models[role]["readings"]["components"], shape)
-            axis.set_title(names.get(role, role), fontsize=10, color=INK, pad=4)
+            _draw_circuit(axis, models[role]["readings"]["components"], shape, COLOURS[role])
+            axis.set_title(names.get(role, role), fontsize=10, color=COLOURS[role], pad=4)
         arrow = {"arrowstyle": "-|>", "color": INK, "lw": 1.0}
         figure.text(0.022, 0.5, "Layers", rotation=90, va="center", ha="center", fontsize=9, color=INK)
-        axes[0][0].annotate("", (0.045, 0.3), (0.045, 0.7), xycoords="figure fraction", arrowprops=arrow)
+        axes[0][0].annotate("", (0.045, 0.7), (0.045, 0.3), xycoords="figure fraction", arrowprops=arrow)
         save(figure, path)
 
 
 def _place(node: str, shape: tuple[int, int]) -> tuple[float, float]:
-    """Where a node stands: heads in columns 0 ..., the MLP to their right and a little lower: it comes after."""
+    """Where a node stands: heads in columns 0 ..., the MLP to their right and a little higher: it comes after."""
     n_layers, n_heads = shape
     if node == "input":
-        return (n_heads - 1) / 2, 1.3
+        return (n_heads - 1) / 2, -1.3
     if node == "logits":
-        return (n_heads - 1) / 2, -(n_layers - 1) - 1.5
+        return (n_heads - 1) / 2, n_layers + 0.5
     layer, _, head = node.partition("<")[0][1:].partition(".h")
-    return (float(head), -float(layer)) if node[0] == "a" else (n_heads + 0.2, -float(layer) - 0.35)
+    return (float(head), float(layer)) if node[0] == "a" else (n_heads + 0.2, float(layer) + 0.35)
 
 
 def _line(start: tuple[float, float], end: tuple[float, float]) -> list[tuple[float, float]]:
     """A straight line, or a bow where nodes in the same column would hide it."""
-    (x, y), (other, below) = start, end
-    if x != other or y - below < 1.2:
+    (x, y), (other, above) = start, end
+    if x != other or above - y < 1.2:
         return [start, end]
-    bulge = 0.22 * (y - below) ** 0.7
-    return [(x + 4 * bulge * t * (1 - t), y + (below - y) * t) for t in (i / 14 for i in range(15))]
+    bulge = 0.22 * (above - y) ** 0.7
+    return [(x + 4 * bulge * t * (1 - t), y + (above - y) * t) for t in (i / 14 for i in range(15))]
 
 
-def _draw_circuit(axis: Axes, found: Reading, shape: tuple[int, int]) -> None:
+def _draw_circuit(axis: Axes, found: Reading, shape: tuple[int, int], colour: str) -> None:
     from matplotlib.collections import LineCollection
     from matplotlib.colors import to_rgb
 
@@ -108,7 +108,7 @@ def _draw_circuit(axis: Axes, found: Reading, shape: tuple[int, int]) -> None:
     for (source, target), value in sorted(strength.items(), key=lambda item: item[1]):
         segments.append(_line(_place(source, shape), _place(target, shape)))
         share = min(1.0, value / top) ** 0.5 if top else 0.0
-        colours.append((*to_rgb(BLUE), max(0.05, min(1.0, (0.25 + 0.75 * share) * max(faint, share)))))
+        colours.append((*to_rgb(colour), max(0.05, min(1.0, (0.25 + 0.75 * share) * max(faint, share)))))
         widths.append((0.3 + 1.3 * share) * max(faint, 0.35))
     active = {node for line in strength for node in line}
     axis.add_collection(LineCollection(segments, colors=colours, linewidths=widths, zorder=1, capstyle="round"))
@@ -122,16 +122,21 @@ def _draw_circuit(axis: Axes, found: Reading, shape: tuple[int, int]) -> None:
                 x, y = zip(*chosen, strict=True)
                 axis.scatter(x, y, size, marker=marker, facecolor=face, edgecolor=rim, linewidth=0.8, zorder=order)
     labels: Any = {"ha": "center", "fontsize": 7, "color": INK}
-    for node, dy, side in (("input", 0.38, "bottom"), ("logits", -0.38, "top")):
+    for node, dy, side in (("input", -0.38, "top"), ("logits", 0.38, "bottom")):
         across, up = _place(node, shape)
         axis.text(across, up + dy, node, va=side, **labels)
-    axis.text(n_heads + 0.2, 0.15, "MLP", va="bottom", **labels)
+    axis.text(n_heads + 0.2, -0.15, "MLP", va="top", **labels)
+    every = max(1, round(n_layers / 24))  # as many as can be read
+    for layer in range(0, n_layers, every):
+        axis.text(-0.75, layer, f"L{layer}", **labels | {"ha": "right", "va": "center", "fontsize": 6})
+    for head in range(0, n_heads, max(1, round(n_heads / 16))):
+        axis.text(head, -0.42, f"H{head}", **labels | {"va": "top", "fontsize": 6})
     heads = sum(node[0] == "a" for node in active)
     n_edges = found["edges_at"]["0.9"]
     note = f"{count(n_edges)} edges, {heads} of {n_layers * n_heads} heads"
     if n_edges > len(edges):  # a long circuit is listed in part (`discover`), and so it is drawn
         note = f"{count(n_edges)} edges, the strongest {len(edges):,}\ndrawn: {heads} of {n_layers * n_heads} heads"
-    axis.text((n_heads - 1) / 2, -(n_layers - 1) - 2.6, note, va="top", ha="center", fontsize=8, color=INK)
-    axis.set_xlim(-0.9, n_heads + 0.9 + 0.25 * n_layers**0.7)
-    axis.set_ylim(-(n_layers - 1) - 3.2, 2.2)
+    axis.text((n_heads - 1) / 2, -2.3, note, va="top", ha="center", fontsize=8, color=INK)
+    axis.set_xlim(-1.7, n_heads + 0.9 + 0.25 * n_layers**0.7)
+    axis.set_ylim(-3.4, n_layers + 1.4)
     axis.axis("off")

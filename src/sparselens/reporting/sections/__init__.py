@@ -55,7 +55,7 @@ class Payload(TypedDict):  # all the page shows
     runs: list[dict[str, object]]  # {section: its rows, ..., "commands"}
     live: bool
     stamp: NotRequired[str]  # of a served page: what it was made of
-    studio: NotRequired[dict[str, Any]]  # of a studio's page: what it starts with
+    studio: NotRequired[bool]  # a studio's page, which asks its server
 
 
 class Packed(TypedDict):  # an array for decode() in data.js: value = integer * scale

@@ -10,6 +10,7 @@ from ...runs.rows import EvaluationRow
 from ...runs.run import About, about
 from ..readings import THRESHOLD, count, fewer, ordered
 from . import Section, Shown, finite
+from .story import percent as _percent, story, wanted
 from .training import resume_command, title
 
 ROLES = ("base", "control", "sparse")
@@ -30,6 +31,7 @@ def summary(shown: Shown) -> dict[str, object]:
         "sentence": _sentence(title(run), rows, results, config, told),
         "table": [_table_row(role, rows[role], task) for role in ROLES if role in rows],
         "task": task["name"] if task else None, "counted": task["readings"][0]["edges"] if task else None,
+        "story": story(told.name or title(run), rows, config, task),
         "verdicts": verdicts(rows, results, config, circuits, shown["attribution"]),
         # Every single number of a transcoder's results.
         "facts": [[key.replace("_", " "), value] for key, value in results.items() if isinstance(value, int | float)]
@@ -59,10 +61,6 @@ def _sentence(name: str, rows: dict[str, EvaluationRow], summary: Row, config: R
     return f"{text}."
 
 
-def _percent(share: float) -> str:
-    return f"{share:.2%}".replace(".00%", "%").replace("%", "\N{NO-BREAK SPACE}%")
-
-
 def _table_row(role: str, row: EvaluationRow, task: Row | None) -> dict[str, object]:
     names = ("loss", "loss_standard_error", "kl_to_base", "density", "edges_per_query", "exact", "sequences")
     found = {"role": role} | {name: row.get(name) for name in names}
@@ -79,23 +77,25 @@ def _table_row(role: str, row: EvaluationRow, task: Row | None) -> dict[str, obj
 def verdicts(
     rows: dict[str, EvaluationRow], summary: Row, config: Row, circuits: Row | None, traces: list[Row]
 ) -> list[Verdict]:
-    """What met its target and what did not, most important first."""
+    """What met its target and what did not: what became simpler, what it cost, how it went; what missed comes first."""
     circuits = circuits or {}
-    found = [*_of_training(rows, summary, config)]
-    for task in circuits.get("tasks", []):
-        found += _of_circuit(task)
-    found += [_verdict("missed", "Circuits", problem) for problem in circuits.get("problems", [])]
+    found = [verdict for task in circuits.get("tasks", []) for verdict in _of_circuit(task)]
+    found += _of_training(rows, summary, config)
+    nothing = "For one task no circuit was found."
+    found += [_verdict("missed", "Circuits", problem, nothing) for problem in circuits.get("problems", [])]
     for trace in traces:
         if (error := trace.get("completeness_error")) is not None:
             state = "met" if error <= GOOD_COMPLETENESS else "missed"
             text = f"largest relative residual of any row {error:.1e} (at most {GOOD_COMPLETENESS:.0e})"
-            found.append(_verdict(state, f"Attribution adds up ({trace['role']} model)", text))
-    return found
+            how = "adds up" if state == "met" else "does not add up"
+            sentence = f"The attribution of the {trace['role']} model {how}."
+            found.append(_verdict(state, f"Attribution adds up ({trace['role']} model)", text, sentence))
+    return sorted(found, key=lambda verdict: verdict["state"] != "missed")
 
 
-def _verdict(state: str, label: str, detail: str) -> Verdict:
-    """state: met, care, missed or open."""
-    return {"state": state, "label": label, "detail": detail}
+def _verdict(state: str, label: str, detail: str, sentence: str) -> Verdict:
+    """state: met, care, missed or open. sentence: for a newcomer; label and detail: for who opens it."""
+    return {"state": state, "label": label, "detail": detail, "sentence": sentence}
 
 
 def _of_training(rows: dict[str, EvaluationRow], summary: Row, config: Row) -> list[Verdict]:
@@ -103,7 +103,14 @@ def _of_training(rows: dict[str, EvaluationRow], summary: Row, config: Row) -> l
     if "fvu" in summary:
         return _of_transcoder(summary)
     if sparse is None:
-        return [_verdict("open", "Not evaluated", "the Run has not finished; continue it with --resume")]
+        return [
+            _verdict(
+                "open",
+                "Not evaluated",
+                "the Run has not finished; continue it with --resume",
+                "The Run has not finished, so nothing is known yet.",
+            )
+        ]
     what = summary.get("target_of") or ("KL to base" if config.get("loss") == "kl" else "held-out loss")
     training, unseen = _constraint(sparse, summary, config, what), _on_unseen(rows, summary, config, what)
     return training + unseen + _control(base, control) + _layers(sparse)
@@ -119,20 +126,26 @@ def _constraint(sparse: EvaluationRow, summary: Row, config: Row, what: str) -> 
         word += f", with {sparse['density']:.2%} of them"
     detail = f"{what} at most {summary['target']:.4g} nats{within} on the steering slice {word}"
     state = "met" if summary["met"] else "missed"
-    return [_verdict(state, "Constraint", f"{detail} (step {summary['best_step']})")]
+    how = "stayed as good as was asked" if summary["met"] else "never got as good as was asked"
+    sentence = f"While it was made sparse, the model {how}."
+    return [_verdict(state, "Constraint", f"{detail} (step {summary['best_step']})", sentence)]
 
 
 def _control(base: EvaluationRow | None, control: EvaluationRow | None) -> list[Verdict]:
     """Whether the recipe does harm by itself."""
     if control is None:
-        return [_verdict("care", "Control", "none was trained: the loss may only show adaptation to the text")]
+        detail = "none was trained: the loss may only show adaptation to the text"
+        return [_verdict("care", "Control", detail, "There is no dense model trained alike to compare with.")]
     if base is None:
         return []
     gap = control["loss"] - base["loss"]
     worse = gap > max(0.005, 0.005 * base["loss"])
     detail = f"dense control {gap:+.4f} nats against the base"
     detail += "; the recipe alone costs loss (learning rate?)" if worse else "; the recipe does no harm by itself"
-    return [_verdict("care" if worse else "met", "Control", detail)]
+    sentence = "A dense model trained alike " + (
+        "got worse, too." if worse else "stayed as good: the training does no harm."
+    )
+    return [_verdict("care" if worse else "met", "Control", detail, sentence)]
 
 
 def _layers(sparse: EvaluationRow) -> list[Verdict]:
@@ -142,8 +155,9 @@ def _layers(sparse: EvaluationRow) -> list[Verdict]:
     stuck = ", ".join(str(i) for i, share in enumerate(layers) if share > 0.5)
     detail = f"{_percent(sparse['density'])} open; layers from {_percent(min(layers))} to {_percent(max(layers))}"
     if stuck:
-        return [_verdict("care", "Layers stuck open", f"{detail}; more than half open in layer {stuck}")]
-    return [_verdict("met", "No layer stuck open", detail)]
+        detail += f"; more than half open in layer {stuck}"
+        return [_verdict("care", "Layers stuck open", detail, "Some layers did not become sparse.")]
+    return [_verdict("met", "No layer stuck open", detail, "Every layer became sparse.")]
 
 
 def _of_transcoder(results: Row) -> list[Verdict]:
@@ -156,9 +170,12 @@ def _of_transcoder(results: Row) -> list[Verdict]:
             f"with all MLPs replaced the loss is {results['replacement_loss']:.3f} nats, the model's own "
             f"{results['model_loss']:.3f}, without MLPs {results['zero_loss']:.3f}: {_percent(share)} recovered"
         )
-        found.append(_verdict(state, "Stands in for the MLPs", detail))
+        how = {"met": "well", "care": "in part", "missed": "badly"}[state]
+        found.append(_verdict(state, "Stands in for the MLPs", detail, f"The features stand in for the MLPs {how}."))
     if dead is not None:
-        found.append(_verdict("met" if dead <= 0.2 else "care", "Features in use", f"{_percent(dead)} are dead"))
+        sentence = "Most features are in use." if dead <= 0.2 else "Many features are never used."
+        state = "met" if dead <= 0.2 else "care"
+        found.append(_verdict(state, "Features in use", f"{_percent(dead)} are dead", sentence))
     return found
 
 
@@ -178,7 +195,9 @@ def _on_unseen(rows: dict[str, EvaluationRow], summary: Row, config: Row, what: 
         other = rows.get("control", base) if config.get("target") == "control" else base
         value, limit = sparse["loss"] - other["loss"], config.get("tolerance", 0.0)
         detail = f"loss {value:+.4g} nats against {other['kind']}, allowed {limit:+.4g} ({sequences})"
-    return [_verdict("met" if value <= limit else "missed", "On unseen text", detail)]
+    how = "as good as was asked" if value <= limit else "worse than was asked"
+    sentence = f"On text it had never seen, the model is {how}."
+    return [_verdict("met" if value <= limit else "missed", "On unseen text", detail, sentence)]
 
 
 def _of_circuit(task: Row) -> list[Verdict]:
@@ -205,7 +224,8 @@ def _of_reading(task: str, reading: str, baseline: str, thresholds: dict[str, Mu
     if mean:
         detail += f"; mean from 50 to 95 %: {fewer(mean, interval=False)}"
     against = "" if baseline == "dense" else f", against the {baseline}"
-    return [_verdict(_state(m), f"{words.label} of {task}{against}", detail)]
+    sentence = wanted(task, words.edges, m, OTHERS[baseline])  # type: ignore[arg-type]
+    return [_verdict(_state(m), f"{words.label} of {task}{against}", detail, sentence)]
 
 
 def _of_open_edges(task: Row) -> list[Verdict]:
@@ -216,7 +236,8 @@ def _of_open_edges(task: Row) -> list[Verdict]:
         f"{count(row['dense'])} edges lead to the answer in the dense base, {count(row['sparse'])} in the sparse "
         f"model: {fewer(row)}, n = {row['n_prompts']} prompts; no search involved"
     )
-    return [_verdict(_state(row), f"All of it, {task['name']}", detail)]
+    sentence = f"Counting every edge that leads to the answer, {wanted(task['name'], 'of them', row, 'dense base')}"
+    return [_verdict(_state(row), f"All of it, {task['name']}", detail, sentence)]
 
 
 def _state(row: Ratio) -> str:
