@@ -63,15 +63,6 @@ def test_the_demo_is_known_without_torch():
     assert result.stdout.strip() == "False", result.stderr
 
 
-def test_studio_serves_one_run(monkeypatch, tmp_path):
-    served = []
-    monkeypatch.setattr("sparselens.serving.serve.serve", lambda runs, port, say: served.append((runs, port)))
-    (tmp_path / "run.json").write_text('{"kind": "sparsify", "config": {}}')
-    sl.studio(sl.Run(tmp_path), 0)
-    sl.studio(str(tmp_path))
-    assert served == [([tmp_path], 0), ([tmp_path], 8765)]
-
-
 STRANGER = '''
 import sparselens as sl
 

@@ -100,7 +100,10 @@ def test_nodes_say_what_they_are(graph):
         elif node.kind == "logit":
             assert row["layer"] == str(graph.n_layers + 1) and row["influence"] is None
             target = graph.targets[node.id - (graph.n_nodes - len(graph.targets))]
-            assert ("(p=" in row["clerp"]) == (target["probability"] is not None)
+            assert float(row["clerp"].split("(p=")[1].split(")")[0]) == pytest.approx(
+                target["probability"] or 0, abs=5e-4
+            )  # as circuit-tracer's viewer reads it
+            assert ("(no probability)" in row["clerp"]) == (target["probability"] is None)
         else:
             assert row["feature_type"] == "embedding" and row["layer"] == "E"
 

@@ -57,7 +57,7 @@ def test_a_strangers_section_has_rows_a_place_and_a_command(run, weather):
 
 
 def test_sections_are_found_in_the_order_of_the_page():
-    assert tuple(sections.sections()) == SECTIONS
+    assert tuple(sections.sections()) == (*SECTIONS, "studio")
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,6 @@ class TestInTheBrowser:
         assert shown.page.locator("#weather #sky").text_content().endswith("clouds & <b>no</b> rain")
         shown.page.locator(".bar nav a", has_text="Wetter & Wärme").click()
         assert shown.page.locator("main > section").evaluate_all("all => all.map((one) => one.id)") == [
-            "summary", "training", "attention", "weather", "circuits", "attribution"
+            "summary", "training", "attention", "weather", "circuits", "attribution", "features", "studio"
         ]  # fmt: skip
         shown.clean()

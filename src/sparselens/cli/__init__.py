@@ -19,15 +19,15 @@ from ..runs import distributed
 from ..runs.run import Run, check_folder, check_writable, one_line
 from ..tasks import find as find_task
 from .circuits import CompareCommand, DiscoverCommand
-from .features import TraceCommand, TranscodeCommand
+from .features import FeaturesCommand, TraceCommand, TranscodeCommand
 from .models import Bench, Demo, Evaluate, Export, PlanCommand, SparsifyCommand
 from .pages import Figures, ReportCommand, StudioCommand
 
 Command = Callable[[], None]  # arguments, and what to do with them
 COMMANDS: dict[str, Callable[..., Command]] = {
     "demo": Demo, "sparsify": SparsifyCommand, "plan": PlanCommand, "evaluate": Evaluate, "discover": DiscoverCommand,
-    "compare": CompareCommand, "transcode": TranscodeCommand, "trace": TraceCommand, "report": ReportCommand,
-    "studio": StudioCommand, "figures": Figures, "export": Export, "bench": Bench,
+    "compare": CompareCommand, "transcode": TranscodeCommand, "features": FeaturesCommand, "trace": TraceCommand,
+    "report": ReportCommand, "studio": StudioCommand, "figures": Figures, "export": Export, "bench": Bench,
 }  # fmt: skip
 DESCRIPTION = "Make a transformer's attention sparse without losing what it can do, and see what is left."
 
@@ -79,6 +79,9 @@ def _check(command: Any) -> None:
         if distributed.is_main():
             Run.check(command.out, command.resume)
         find_files([text for text in (*command.data, *command.text.heldout) if is_local(text)])
+    elif isinstance(command, FeaturesCommand):
+        Run.check(command.out or command.transcoder / "faces", command.resume)
+        find_files([text for text in command.data if is_local(text)])
     elif isinstance(command, Export) and command.out.exists():
         raise ValueError(f"{command.out} exists already; choose another --out")
     elif isinstance(command, DiscoverCommand | CompareCommand | TraceCommand | Figures):
