@@ -1,5 +1,7 @@
 """What one pass keeps, against the same counted one by one."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -34,7 +36,7 @@ def test_counts_and_histogram():
         assert float(kept.total[f]) == pytest.approx(float(values.double().sum()))
         assert float(kept.peak[f]) == (float(values.max()) if len(values) else 0)
         edges = [2 ** ((i + LOWEST) / 2) for i in range(BINS + 1)]
-        counted = [int(((values >= lo) & (values < hi)).sum()) for lo, hi in zip(edges, edges[1:], strict=False)]
+        counted = [int(((values >= lo) & (values < hi)).sum()) for lo, hi in pairwise(edges)]
         assert kept.histogram[f].tolist() == counted
 
 

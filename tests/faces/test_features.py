@@ -180,7 +180,7 @@ def test_search(faces):
     word = card["top"][0]["text"][card["top"][0]["at"]]
     assert busy in [(f.layer, f.feature) for f in faces.search(word, most=200)]
     assert [(f.layer, f.feature) for f in faces.search("1/17")] == [(1, 17)]
-    with pytest.raises(ValueError, match="no feature of .* has 'zebra'"):
+    with pytest.raises(ValueError, match=r"no feature of .* has 'zebra'"):
         faces.search("zebra")
     with pytest.raises(ValueError, match="nothing to search for"):
         faces.search(" ")
@@ -210,10 +210,10 @@ def test_a_labeller_of_ones_own(house, tmp_path):
 
 def test_too_little_text(house, tmp_path):
     (tmp_path / "short.txt").write_text(" ".join(f"w{i % 60}" for i in range(900)))
-    with pytest.raises(ValueError, match="too few.*at least 4,096.*give more text"):
+    with pytest.raises(ValueError, match=r"too few.*at least 4,096.*give more text"):
         read(house, tmp_path / "a", data=str(tmp_path / "short.txt"))
     (tmp_path / "tiny.txt").write_text("w1 w2")
-    with pytest.raises(ValueError, match="short.*faces need thousands of tokens"):
+    with pytest.raises(ValueError, match=r"short.*faces need thousands of tokens"):
         read(house, tmp_path / "b", data=str(tmp_path / "tiny.txt"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["short.txt", "tiny.txt"], "nothing is left behind"
 
@@ -257,7 +257,7 @@ def test_a_damaged_file(faces, tmp_path):
     content = bytearray(path.read_bytes())
     content[-200:] = bytes(200)
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="damaged|cannot be read"):
+    with pytest.raises(ValueError, match=r"damaged|cannot be read"):
         Faces(tmp_path / "faces").card(0, 69)
     (tmp_path / "faces" / "faces.json").write_text(json.dumps({"format": 2}))
     with pytest.raises(ValueError, match="format 2"):

@@ -25,6 +25,7 @@ from ..faces.store import FOLDER as FACES, Faces
 from ..models.loading import Source, name_of, resolve
 from ..runs.run import Run, check_folder, check_writable, provenance, write_json
 from ..transcoders.transcoder import Transcoder
+from .captions import check_faces, cluster_label, labels_of, write_cards
 from .clusters import (
     Cluster,
     ClusterEdge,
@@ -36,7 +37,6 @@ from .clusters import (
     read_rules,
     rules_of,
 )  # fmt: skip
-from .captions import check_faces, cluster_label, labels_of, write_cards
 from .cuts import cuts, heads_cut
 from .graph import LOGIT, Graph, node_name
 from .growth import attribution_graph, prompt_ids
