@@ -128,6 +128,14 @@ def test_a_killed_pass_goes_on(house, faces, tmp_path, monkeypatch):
     assert read(house, tmp_path / "faces", resume=True).about == again.about  # complete: nothing is done again
 
 
+def test_processes_share_the_writing(house, faces, tmp_path, monkeypatch):
+    monkeypatch.setattr("sparselens.faces.finish.SHARED_FROM", 1)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    shared = read(house, tmp_path / "faces")
+    for name in ("layer_0.safetensors", "layer_1.safetensors", "index.json"):
+        assert (shared.path / name).read_bytes() == (faces.path / name).read_bytes()
+
+
 def test_memory_does_not_grow_with_the_text(house, tmp_path):
     sizes = []
     for tokens in (4096, 6000):

@@ -32,8 +32,8 @@ from ..training.sparsify import Data, fitting, source_name
 from ..transcoders.mlp_hooks import check_fit, observe
 from ..transcoders.transcoder import Transcoder
 from .collect import Collector
-from .finish import Book, Labeller, Writer, nearest, words_of
-from .store import FOLDER, FORMAT, Faces, write_index, write_layer
+from .finish import Book, Columns, Labeller, Writer, nearest, promoted, write_layers
+from .store import FOLDER, FORMAT, Faces, write_index
 
 LEAST = 4096  # tokens: of fewer, most features would have seen nothing
 PROGRESS = "progress"
@@ -237,14 +237,19 @@ class _Pass:
         """Cards of every layer, then the files that say that all is there."""
         coder, settings, folder, layers = self.coder, self.settings, self.run.path, self.collector.layers
         book = Book(self.batches, self.sequences, 64, tokenizer)
-        near = nearest(self.model, coder, [kept.fires for kept in layers], settings.nearest)
-        writer = Writer(self.model, coder, book, settings, self.tokens, near)
-        labels, words, size, labelled = [], [], 0.0, _careful(labeller, self.say)
-        for layer, kept in enumerate(layers):
-            cards = writer.cards(layer, kept, labelled)
-            size += write_layer(folder, layer, cards, settings.budget) / coder.n_layers
-            labels.append([card.get("own") or card["label"] for card in cards])
-            words.append([words_of(card) for card in cards])
+        cosines, near = (t.numpy() for t in nearest(self.model, coder, [k.fires for k in layers], settings.nearest))
+        n = coder.n_features
+
+        def columns(layer: int) -> Columns:
+            words = promoted(self.model, coder, layer, settings.words)
+            kept = {name: value.cpu().numpy() for name, value in vars(layers[layer]).items()}
+            own = slice(layer * n, (layer + 1) * n)
+            return Columns(kept, tuple(t.numpy() for t in words), cosines[own], near[own])
+
+        writer = Writer(book, settings, self.tokens, n)
+        told = write_layers(folder, writer, columns, coder.n_layers, _careful(labeller, self.say))
+        labels, words, sizes = (list(column) for column in zip(*told, strict=True))
+        size = sum(sizes) / coder.n_layers
         write_index(folder, labels, words)
         fires = torch.stack([kept.fires for kept in layers])
         about = {

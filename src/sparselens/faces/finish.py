@@ -6,8 +6,14 @@
 3. contexts: tokens are looked up again by the number of their sequence; equal ones are shown once
 """
 
+import multiprocessing
+import os
+import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,12 +25,13 @@ from ..data.batches import Batches
 from ..models.architectures import norm_parts, parts, rms_gain, unembedding
 from ..tasks.registry import piece
 from ..transcoders.transcoder import Transcoder
-from .collect import LOWEST, Kept
+from .collect import LOWEST
 from .labels import Background, Context, facts, label, shares
-from .store import Card, Excerpt
+from .store import Card, Excerpt, write_layer
 
 AT_ONCE = 1 << 26  # numbers in one product
 READ_BACK, READ_ON = 60, 8  # tokens around a peak that labels are made from
+SHARED_FROM = 20_000  # features: so many are worth several processes
 WORDS_KEPT = 6  # that a search finds a feature by
 
 Labeller = Callable[[Card], str | None]
@@ -43,6 +50,8 @@ class Book:
             places.append(at.numpy().astype(np.int32))
         self.ids, self.places = np.concatenate(rows), np.concatenate(places)
         self.tokenizer, self._pieces = tokenizer, dict[int, str]()
+        for token in np.unique(self.ids).tolist():
+            self.piece(token)
 
     def piece(self, token: int) -> str:
         if token not in self._pieces:
@@ -53,29 +62,36 @@ class Book:
         """Tokens of the same document around a place, and which of them it is."""
         first = max(0, position - before, position - int(self.places[sequence, position]))
         row = self.ids[sequence, first : position + after + 1].tolist()
-        later = self.places[sequence, position + 1 : position + after + 1]
-        ends = np.flatnonzero(later == 0)  # the next document
-        row = row[: position - first + 1 + int(ends[0])] if len(ends) else row
-        return [self.piece(token) for token in row], position - first
+        later = self.places[sequence, position + 1 : position + after + 1].tolist()
+        if 0 in later:  # the next document begins
+            row = row[: position - first + 1 + later.index(0)]
+        return [self._pieces[token] for token in row], position - first
+
+
+class Columns(NamedTuple):
+    """One layer's features as plain arrays, [F, ...]: what a process without torch can work on."""
+
+    kept: dict[str, Any]  # the fields of Kept
+    words: tuple[Any, ...]  # (z, ids) of the promoted and of the suppressed words
+    cosines: Any  # of the nearest features
+    nearest: Any  # their numbers
 
 
 class Writer(NamedTuple):
     """What cards of all layers need."""
 
-    model: nn.Module
-    transcoder: Transcoder
     book: Book
     settings: Settings
     tokens: int
-    nearest: tuple[Tensor, Tensor]
+    n_features: int
 
-    def cards(self, layer: int, kept: Kept, labeller: Labeller | None = None) -> list[Card]:
+    def cards(self, layer: int, columns: Columns, labeller: Labeller | None = None) -> list[Card]:
         """The cards of one layer's features."""
-        words = promoted(self.model, self.transcoder, layer, self.settings.words)
-        kept = Kept(**{name: value.cpu() for name, value in vars(kept).items()})
-        cards = [self._card(layer, f, kept, words) for f in range(self.transcoder.n_features)]
-        known = [[facts(self._context(kept, f, slot)) for slot in _filled(kept.top_sequence[f])]
-                 for f in range(len(cards))]  # fmt: skip
+        cards, known = [], []
+        for f in range(self.n_features):
+            card, slots = self._card(layer, f, columns)
+            cards.append(card)
+            known.append([facts(self._context(columns.kept, f, slot)) for slot in slots])
         background = Background()
         for found in known:
             if found:
@@ -86,53 +102,56 @@ class Writer(NamedTuple):
                 card["own"] = str(own)
         return cards
 
-    def _context(self, kept: Kept, f: int, slot: int) -> Context:
-        place = int(kept.top_sequence[f, slot]), int(kept.top_position[f, slot])
+    def _context(self, kept: dict[str, Any], f: int, slot: int) -> Context:
+        place = int(kept["top_sequence"][f, slot]), int(kept["top_position"][f, slot])
         return Context(*self.book.around(*place, READ_BACK, READ_ON), int(self.book.places[place]))
 
-    def _card(self, layer: int, f: int, kept: Kept, words: tuple[Tensor, Tensor, Tensor, Tensor]) -> Card:
-        fires, largest = int(kept.fires[f]), float(kept.peak[f])
-        bins = kept.histogram[f].nonzero()[:, 0].tolist() or [0]
-        high, high_ids, low, low_ids = (column[f].tolist() for column in words)
-        cosines, index = (column[layer * self.transcoder.n_features + f].tolist() for column in self.nearest)
-        size, seen = self.transcoder.n_features, set[str]()
-        top = [self._excerpt(kept, "top", f, slot, largest) for slot in _filled(kept.top_sequence[f])]
-        lower = [self._excerpt(kept, "low", f, slot, largest) for slot in _filled(kept.low_sequence[f])]
-        return {
+    def _card(self, layer: int, f: int, columns: Columns) -> tuple[Card, list[int]]:
+        """A card without its label, and which of the top contexts are shown."""
+        kept = columns.kept
+        fires, largest = int(kept["fires"][f]), float(kept["peak"][f])
+        bins = np.flatnonzero(kept["histogram"][f]).tolist() or [0]
+        high, high_ids, low, low_ids = (column[f].tolist() for column in columns.words)
+        size, seen = self.n_features, set[str]()
+        top, lower = (self._excerpts(kept, which, f, largest, seen) for which in ("top", "low"))
+        near = zip(columns.nearest[f].tolist(), columns.cosines[f].tolist(), strict=True)
+        card: Card = {
             "layer": layer, "feature": f, "label": "", "fits": 0, "fires": fires, "share": fires / self.tokens,
-            "mean": _short(float(kept.total[f]) / max(fires, 1)), "largest": _short(largest),
-            "histogram": kept.histogram[f, bins[0] : bins[-1] + 1].tolist(),
+            "mean": _short(float(kept["total"][f]) / max(fires, 1)), "largest": _short(largest),
+            "histogram": kept["histogram"][f, bins[0] : bins[-1] + 1].tolist(),
             "lowest": _short(2 ** ((bins[0] + LOWEST) / 2)),
             "promoted": [(self.book.piece(i), _short(z, 3)) for i, z in zip(high_ids, high, strict=True)],
             "suppressed": [(self.book.piece(i), _short(z, 3)) for i, z in zip(low_ids, low, strict=True)],
-            "nearest": [(i // size, i % size, _short(c, 3)) for i, c in zip(index, cosines, strict=True) if c > 0],
-            "top": [one for one in top if _new(one, seen)], "lower": [one for one in lower if _new(one, seen)],
+            "nearest": [(i // size, i % size, _short(c, 3)) for i, c in near if c > 0],
+            "top": [one for _, one in top], "lower": [one for _, one in lower],
         }  # fmt: skip
+        return card, [slot for slot, _ in top]
 
-    def _excerpt(self, kept: Kept, which: str, f: int, slot: int, largest: float) -> Excerpt:
-        columns = (getattr(kept, f"{which}_{name}") for name in ("sequence", "position", "value", "window"))
-        sequence, position, value, window = (column[f, slot] for column in columns)
-        place = [int(sequence), int(position)]
-        text, at = self.book.around(place[0], place[1], self.settings.before, self.settings.after)
-        first = self.settings.before - at
-        level = (window[first : first + len(text)].float() * (255 / max(largest, 1e-30))).ceil().clamp(max=255)
-        return {"text": text, "activations": level.int().tolist(), "at": at, "value": _short(float(value)),
-                "place": place}  # fmt: skip
-
-
-def _filled(sequences: Tensor) -> list[int]:
-    return (sequences >= 0).nonzero()[:, 0].tolist()
+    def _excerpts(
+        self, kept: dict[str, Any], which: str, f: int, largest: float, seen: set[str]
+    ) -> list[tuple[int, Excerpt]]:
+        """(slot, context) of the contexts that are there, equal texts once."""
+        sequences, positions, values = (
+            kept[f"{which}_{name}"][f].tolist() for name in ("sequence", "position", "value")
+        )
+        scaled = np.ceil(kept[f"{which}_window"][f].astype(np.float32) * (255 / max(largest, 1e-30)))
+        levels, found = np.minimum(scaled, 255).astype(np.int32).tolist(), []
+        for slot, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
+            if sequence < 0:
+                continue
+            text, at = self.book.around(sequence, position, self.settings.before, self.settings.after)
+            whole = "\x00".join(text)
+            if whole in seen:
+                continue
+            seen.add(whole)
+            first = self.settings.before - at
+            found.append((slot, Excerpt(text=text, activations=levels[slot][first : first + len(text)], at=at,
+                                        value=_short(values[slot]), place=[sequence, position])))  # fmt: skip
+        return found
 
 
 def _short(value: float, digits: int = 4) -> float:
     return float(f"{value:.{digits}g}")
-
-
-def _new(one: Excerpt, seen: set[str]) -> bool:
-    text = "\x00".join(one["text"])
-    new = text not in seen
-    seen.add(text)
-    return new
 
 
 def words_of(card: Card) -> str:
@@ -141,6 +160,49 @@ def words_of(card: Card) -> str:
     most = [word for word, _ in sorted({w: fired.count(w) for w in fired if w}.items(), key=lambda p: -p[1])]
     promoted = [word.strip().lower() for word, _ in card["promoted"][:3]]
     return "\t".join(dict.fromkeys([*most[:WORDS_KEPT], *promoted]))
+
+
+Told = tuple[list[str], list[str], float]  # labels, words, bytes per feature
+_writer: list[tuple[Path, Writer]] = []  # of forked processes, which find it here
+
+
+def write_layers(
+    folder: Path, writer: Writer, columns: Callable[[int], Columns], n_layers: int, labeller: Labeller | None = None
+) -> list[Told]:
+    """Cards and files of all layers. Many features on several cores share the work; a labeller stays in one process."""
+    workers = min(os.cpu_count() or 1, n_layers, 16)
+    many = writer.n_features * n_layers >= SHARED_FROM and workers > 1 and labeller is None
+    if not many or "fork" not in multiprocessing.get_all_start_methods():
+        return [write_one(folder, writer, layer, columns(layer), labeller) for layer in range(n_layers)]
+    for token in range(0 if writer.book.tokenizer is None else len(writer.book.tokenizer)):
+        writer.book.piece(token)  # a tokenizer does not like to be asked in several processes
+    _writer.append((folder, writer))
+    try:
+        # Forked, so that the text is not copied; what runs there is Python and numpy, never torch.
+        with (
+            warnings.catch_warnings(),
+            ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool,
+        ):
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, which here only wait
+            waiting, told = deque[Future[Told]](), list[Told]()
+            for layer in range(n_layers):
+                waiting.append(pool.submit(_write_forked, layer, columns(layer)))
+                if len(waiting) > workers:  # no more than that in memory
+                    told.append(waiting.popleft().result())
+            return told + [one.result() for one in waiting]
+    finally:
+        _writer.pop()
+
+
+def _write_forked(layer: int, columns: Columns) -> Told:
+    return write_one(*_writer[-1], layer, columns)
+
+
+def write_one(folder: Path, writer: Writer, layer: int, columns: Columns, labeller: Labeller | None = None) -> Told:
+    """The file of one layer; what the index needs of it."""
+    cards = writer.cards(layer, columns, labeller)
+    size = write_layer(folder, layer, cards, writer.settings.budget)
+    return [card.get("own") or card["label"] for card in cards], [words_of(card) for card in cards], size
 
 
 # ---- words and neighbours --------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ SHARED, SURE = 0.5, 0.8  # of the contexts: enough for a label, and enough to le
 SEVERAL = 0.7  # that two or three words must cover together
 LISTED = 3
 FIXED = 12  # first tokens of a text whose places are looked at
-CLEAR = 7.0  # standard deviations over the vocabulary: a word so much promoted is named
+CLEAR = 8.0  # standard deviations over the vocabulary: a word so much promoted is named
 KINDS = {
     "pronouns": "i you he she it we they me him her us them his hers its their my your our mine yours theirs",
     "articles": "a an the", "conjunctions": "and or but nor so yet because if although while when than",
@@ -64,7 +64,8 @@ def facts(context: Context) -> dict[str, float]:
     if context.place > 0:
         found[f"token {context.place} of the text"] = 0.8
     for place in range(max(0, context.place - at), min(context.place, FIXED)):  # texts of one form, such as sums
-        if said_there := pieces[at - context.place + place].strip():
+        said_there = pieces[at - context.place + place].strip()
+        if said_there and not said_there.startswith("<"):
             found[f"{_quoted(said_there)} at token {place}"] = 0.85
     if not text:
         found["line ends" if "\n" in piece else "spaces"] = 1.0
@@ -181,6 +182,9 @@ def label(
     if not found:
         return Label(f"promotes {', '.join(says)}, fired nowhere" if says else "fired nowhere", 0)
     worth = {fact: value for facts_of in found for fact, value in facts_of.items()}
+    if not any(fact.startswith("token ") and n >= SURE for fact, n in shares(found).items()):
+        # Which words stand at which places says something of texts that all have one form, such as sums.
+        found = [{fact: value for fact, value in one.items() if " at token " not in fact} for one in found]
     ranked = sorted(
         ((_score(share, background.rate(fact), worth[fact]), fact, share) for fact, share in shares(found).items()
          if share >= SHARED), reverse=True,
@@ -191,7 +195,7 @@ def label(
         text = fact if share >= SURE else f"mostly {fact}"
         return Label(_with(text, ranked[1:], fact, says), sum(fact in one for one in found))
     if few := _few(words, len(found)):
-        text = ", ".join(name.split(" ", 2)[2] for name in few)
+        text = ", ".join(dict.fromkeys(name.split(" ", 2)[2] for name in few))
         return Label(_with(text, [], "", says), sum(any(name in one for name in few) for one in found))
     if says:
         return Label(f"promotes {', '.join(says)}", 0)

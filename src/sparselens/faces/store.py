@@ -71,7 +71,7 @@ def _packed(cards: list[Card], budget: int) -> bytes:
     for _ in range(6):
         fitted = [cast(Card, {**card, "top": _some(card["top"], share), "lower": _some(card["lower"], share)})
                   for card in cards]  # fmt: skip
-        packed = zlib.compress(json.dumps(fitted, ensure_ascii=False, separators=(",", ":")).encode(), 9)
+        packed = zlib.compress(json.dumps(fitted, ensure_ascii=False, separators=(",", ":")).encode(), 6)
         if len(packed) <= budget * len(cards):
             break
         share *= 0.9 * budget * len(cards) / len(packed)
