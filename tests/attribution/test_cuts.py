@@ -110,8 +110,13 @@ def test_random_edges_are_told_with_their_weights(graph):
         source, weight = graph.row(labels[row["target"]])
         stored = dict(zip(source.tolist(), weight.tolist(), strict=True))
         assert row["tangent"] == -stored[labels[row["source"]]]
-        real = intervene(graph, scale={labels[row["source"]]: 0.0}, hold_mlps=True, watch=[labels[row["target"]]])
+        one, other = labels[row["source"]], labels[row["target"]]
+        cut = {"scale": {one: 0.0}}  # within a position the feature is removed; else its edge is cut where it arrives
+        if int(graph.position[one]) != int(graph.position[other]):
+            cut = {"less": arrivals(graph, [one], [other])}
+        real = intervene(graph, **cut, hold_mlps=True, watch=[other])
         assert row["measured"] == pytest.approx(float((real.after - real.before)[0]))
+    assert len({int(graph.position[labels[r["source"]]] - graph.position[labels[r["target"]]]) == 0 for r in rows}) == 2
 
 
 def test_figures_by_hand():

@@ -7,10 +7,10 @@ Three numbers that add up:
 3. measured  the model run again: path + what attention patterns (and gates) do
 
 What is cut:
-- an edge between clusters, where it arrives: what heads bring of the source to the target's positions is taken out
+- an edge between positions, where it arrives: what heads bring of the source to the target's positions is taken out
   there. The source itself stays, and with it what others read of it. `heads_cut` does the same for some heads alone
-- an edge between clusters that share a position has no such place: the source is removed (`within`, reported apart)
-- an edge of a single feature: the feature is removed
+- an edge within a position has no such place: the source is removed. Of clusters these are reported apart (`within`):
+  removing a whole position's token changes where all heads of that position look
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,10 +62,14 @@ def cuts(
 
 def cut_edge(graph: Graph, sources: Sequence[int], edge: ClusterEdge) -> dict[str, float]:
     """A cluster edge between different positions, cut where it arrives."""
-    targets = sorted(set(edge.targets.tolist()))
-    arriving = arrivals(graph, sources, targets)
-    path, measured = (_less(graph, arriving, targets, hold_patterns=held) for held in (True, False))
+    path, measured = _without(graph, sources, sorted(set(edge.targets.tolist())))
     return {"tangent": -edge.weight, "path": path, "measured": measured}
+
+
+def _without(graph: Graph, sources: Sequence[int], targets: Sequence[int]) -> tuple[float, float]:
+    """Change of the targets without what heads bring of the sources: along the cut, and measured."""
+    arriving = arrivals(graph, sources, targets)
+    return _less(graph, arriving, targets, hold_patterns=True), _less(graph, arriving, targets)
 
 
 def _less(graph: Graph, less: Mapping[int, Tensor], targets: Sequence[int], hold_patterns: bool = False) -> float:
@@ -80,17 +84,17 @@ def cut_features(graph: Graph, n: int, seed: int = 0) -> list[CutRow]:
     usable = ((graph.kind[source] == FEATURE) & (weight != 0)).nonzero()[:, 0]
     usable = usable[torch.randperm(len(usable), generator=torch.Generator().manual_seed(seed))]
     usable = usable[(~graph.edge_kept[usable]).long().argsort(stable=True)][:n]
-    ends: dict[int, list[int]] = {}  # source -> which of its edges
-    for i in usable.tolist():
-        ends.setdefault(int(source[i]), []).append(i)
     found: list[CutRow] = []
-    for node, chosen in ends.items():
-        watch = [int(target[i]) for i in chosen]
-        removed: Change = {"scale": {node: 0.0}}
-        path, measured = (WAYS_OF[way](graph, **removed, watch=watch) for way in ("predicted_path", "measured_direct"))
-        for i, along, real in zip(chosen, path.after - path.before, measured.after - measured.before, strict=True):
-            found.append({"source": graph.label(node), "target": graph.label(int(target[i])),
-                          "tangent": -float(weight[i]), "path": float(along), "measured": float(real)})  # fmt: skip
+    for i in usable.tolist():
+        one, other = int(source[i]), int(target[i])
+        if int(graph.position[one]) == int(graph.position[other]):
+            removed: Change = {"scale": {one: 0.0}}
+            ways = (WAYS_OF[way](graph, **removed, watch=[other]) for way in ("predicted_path", "measured_direct"))
+            path, measured = (outcome.change[other] for outcome in ways)
+        else:
+            path, measured = _without(graph, [one], [other])
+        found.append({"source": graph.label(one), "target": graph.label(other), "tangent": -float(weight[i]),
+                      "path": path, "measured": measured})  # fmt: skip
     return found
 
 

@@ -156,7 +156,7 @@ class CutRow(TypedDict):  # tangent, path and measured change of each edge
 
 class CutRows(CutFigures):  # both kinds of edges together, and each
     clusters: CutFigures  # between different positions, cut where they arrive
-    features: CutFigures  # random ones, the feature removed
+    features: CutFigures  # random ones; within a position, the feature removed
     within: CutFigures  # cluster edges that share a position, the source removed; not in the figures of both
     cluster_rows: list[CutRow]
     feature_rows: list[CutRow]

@@ -52,7 +52,7 @@ def _listed(faces: Faces, name: str, most: int) -> dict[str, Any]:
 
 
 def _short(card: Card, faces: Faces) -> dict[str, Any]:
-    near = [[*one, faces.label(*one[:2])] for one in card["nearest"][:3]]
+    near = [[*one[:3], faces.label(*one[:2])] for one in card["nearest"][:3]]
     return {**card, "top": card["top"][:CONTEXTS], "lower": card["lower"][:WEAKER], "nearest": near}
 
 
