@@ -4,7 +4,8 @@
         --out runs/smollm2-135m-features --json results/smollm2-135m-features.json
 
 Per-layer transcoders, as across 30 layers every feature would have up to 30 decoders. `--only dense` and
-`--only sparse` can share a GPU; `--only faces` is the pass over text alone; `--only trace` the prompts (examples/features_study.py).
+`--only sparse` can share a GPU; `--only faces` is the pass over text alone; `--only trace` the prompts
+(examples/features_study.py).
 """
 
 import argparse

@@ -159,7 +159,8 @@ def test_files(graph, tmp_path):
     check(found)
     assert found["metadata"]["prompt_tokens"] == hostile.tokens and found["metadata"]["slug"] == "a-b-c"
     assert json.loads((tmp_path / "graph-metadata.json").read_text()) == {"graphs": [found["metadata"]]}
-    assert slug_of("中") == "graph"
+    assert json.loads((tmp_path / "a-b-c.json").read_text()) == found, "where circuit-tracer's server looks for it"
+    assert slug_of("中") == "graph-1" and slug_of("Trace") == "trace-1", "no other file's name"
 
 
 # ---- ids -------------------------------------------------------------------------------------------------------------

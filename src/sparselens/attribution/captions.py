@@ -12,7 +12,7 @@ from ..faces.store import Card, Excerpt, Faces
 from ..runs.run import write_json
 from .clusters import Cluster
 from .graph import FEATURE, Graph
-from .neuronpedia import pairing
+from .neuronpedia import FEATURES, pairing
 
 MOST = 400  # features whose cards are written
 TOP, LOWER = 8, 5  # contexts of a card
@@ -61,7 +61,7 @@ def write_cards(graph: Graph, faces: Faces, folder: Path, scan: str) -> None:
     cards = {f"{layer}/{feature}": faces.card(layer, feature) for layer, feature in chosen}
     write_json(folder / "cards.json", {name: _short(card, faces) for name, card in cards.items()})
     for (layer, feature), card in zip(chosen, cards.values(), strict=True):
-        write_json(folder / "features" / scan / f"{pairing(layer, feature)}.json", viewer_json(card))
+        write_json(folder / FEATURES / scan / f"{pairing(layer, feature)}.json", viewer_json(card, scan))
 
 
 def _short(card: Card, faces: Faces) -> dict[str, Any]:
@@ -69,12 +69,14 @@ def _short(card: Card, faces: Faces) -> dict[str, Any]:
     return {**card, "top": card["top"][:TOP], "lower": card["lower"][:LOWER], "nearest": near}
 
 
-def viewer_json(card: Card) -> dict[str, Any]:
+def viewer_json(card: Card, scan: str) -> dict[str, Any]:
     """A feature as circuit-tracer's and Neuronpedia's viewers read it."""
     groups = [("Top activations", card["top"]), (BANDS, card["lower"])]
     return {
-        "layer": card["layer"], "feature": card["feature"], "label": card.get("own") or card["label"],
-        "act_min": 0.0, "act_max": card["largest"], "activation_frequency": card["share"],
+        "transcoder_id": scan, "index": card["feature"], "layer": card["layer"],
+        "label": card.get("own") or card["label"], "act_min": 0.0, "act_max": card["largest"],
+        "activation_frequency": card["share"], "histogram": [float(count) for count in card["histogram"]],
+        "quantile_values": [card["lowest"] * 2 ** (i / 2) for i in range(len(card["histogram"]) + 1)],
         "top_logits": [word for word, _ in card["promoted"]], "bottom_logits": [word for word, _ in card["suppressed"]],
         "examples_quantiles": [
             {"quantile_name": name, "examples": [_example(one, card["largest"]) for one in some]}

@@ -23,6 +23,7 @@ from .graph import Graph, Node, node_name
 from .head_shares import carry_heads
 from .rows import HeadShare
 
+FEATURES = "features"  # folder of the features' own files
 FEATURE_TYPES = {
     "feature": "cross layer transcoder", "error": "mlp reconstruction error", "token": "embedding",
     "position": "embedding", "logit": "logit",
@@ -141,21 +142,23 @@ def write_graph(
     heads: bool = True,
     labels: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write graph-neuronpedia.json and, beside it, graph-metadata.json; returns the former.
+    """Write graph-neuronpedia.json; SLUG.json and graph-metadata.json for circuit-tracer's server; returns the first.
 
-    circuit-tracer's server looks for the graph under its slug: SLUG.json is the same file.
+    Both files hold the same graph. In circuit-tracer's, a scan that begins with "./" says where its viewer finds the
+    features (captions.py writes them): below the folder it serves as /data.
     """
-    path = Path(folder) / "graph-neuronpedia.json"
-    found = graph_json(graph, clusters, slug=slug_of(slug), scan=scan, heads=heads, labels=labels)
+    path, slug = Path(folder) / "graph-neuronpedia.json", slug_of(slug)
+    found = graph_json(graph, clusters, slug=slug, scan=scan, heads=heads, labels=labels)
     write_json(path, found)
-    if not (same := path.with_name(f"{slug_of(slug)}.json")).name.startswith(
-        ("graph-", "trace.", "clusters.", "cards.")
-    ):
-        write_json(same, found)
-    write_json(path.with_name("graph-metadata.json"), {"graphs": [found["metadata"]]})
+    told = metadata(graph, slug, scan if labels is None else f"./data/{FEATURES}/{scan}")
+    write_json(path.with_name(f"{slug}.json"), found | {"metadata": told})
+    write_json(path.with_name("graph-metadata.json"), {"graphs": [told]})
     return path
 
 
 def slug_of(text: str) -> str:
-    """A name that is safe in addresses and file names."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:60] or "graph"
+    """A name that is safe in addresses and file names, and none of the other files' that a trace leaves."""
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:60].strip("-") or "graph"
+    return (
+        f"{name}-1" if name in ("trace", "clusters", "cards", "graph", "graph-metadata", "graph-neuronpedia") else name
+    )
