@@ -61,7 +61,7 @@ function search(groups) {
       ...found.slice(0, FOUND).map(({ name, card, group }) =>
         element(
           "button",
-          { type: "button", class: "feature-row", "data-feature": name, on: { click: () => openCard(card, group.cards) } },
+          { type: "button", class: "feature-row detail", "data-feature": name, on: { click: () => openCard(card, group.cards) } },
           element("b", {}, labelOf(card)),
           element("small", {}, `${name} ${groups.length > 1 ? group.name : ""} · ${percent(card.share, 2)} of the tokens`),
         ),
@@ -101,7 +101,7 @@ export function featureButton(name, trace) {
   const text = [element("b", {}, label), element("small", {}, ` ${name}`)];
   if (!card) return element("span", { class: "face" }, text);
   const on = { click: () => openCard(card, trace.cards) };
-  return element("button", { type: "button", class: "face says", "data-feature": name, on }, text);
+  return element("button", { type: "button", class: "face", "data-feature": name, on }, text);
 }
 
 /** Opens the card of a feature, where this trace has it. */

@@ -6,6 +6,7 @@ import { fit, paint, Scene } from "./scene.js";
 import { featureCard, withFaces } from "./features.js";
 import { visible } from "./token_reads.js";
 
+const SAY = 84; // room for it
 const BESIDE = [0, 1, -1, 2, -2, 3, -3];
 
 /** Calls onPoint(edge or null) and onChoose(edge) in the cluster view; says what a feature is in the other. */
@@ -82,7 +83,9 @@ export class TracePicture {
   scene(width) {
     const { trace } = this;
     const height = Math.max(260, Math.min(560, (trace.n_layers + 2) * 30)) + 64;
-    const [left, right, top, bottom] = [44, width - 16, 26, height - 48];
+    // What says the answer stands beside the last token, not on it.
+    const beside = this.view === "clusters" && trace.clusters.some(({ kind }) => kind === "say") ? SAY : 0;
+    const [left, right, top, bottom] = [44, width - 16 - beside, 26, height - 48];
     const colours = palette();
     const scene = new Scene(width, height);
     const column = (right - left) / trace.tokens.length;
@@ -106,7 +109,7 @@ export class TracePicture {
   clusterShapes(scene, colours, x, y, column) {
     const { edges, role } = this.trace;
     const boxes = this.trace.clusters.map((cluster) => this.clusterBox(cluster, x, y, column));
-    fitBoxes(boxes, column);
+    fitBoxes(boxes, column, scene.width - 4);
     this.curves = edges.map(({ source, target }) => curveBetween(boxes[source], boxes[target]));
     const most = Math.max(...edges.map((edge) => edge.flow), 1e-12);
     const active = this.hover ?? this.chosen;
@@ -119,7 +122,7 @@ export class TracePicture {
       const style = { fill: colours.card, stroke: colours.ink, thick: 1.2, radius: 7 };
       scene.rect(cx - width / 2, top, width, bottom - top, style);
       const text = clipped(name, Math.max(2, Math.floor((width - 6) / 6.4)));
-      const told = label && bottom - top > 30;
+      const told = label && bottom - top > 30 && width > 70;
       const middle = (top + bottom) / 2 + (told ? -3 : 4);
       scene.text(cx, middle, text, { fill: colours.ink, size: 12, weight: 600, anchor: "middle" });
       if (!told) continue;
@@ -129,13 +132,14 @@ export class TracePicture {
   }
 
   /** A box over the cluster's positions and layers, wide enough for its name. */
-  clusterBox({ name, positions, layers, label }, x, y, column) {
+  clusterBox({ name, kind, positions, layers, label }, x, y, column) {
     const last = this.trace.tokens.length - 1;
     const at = positions.filter((position) => position >= 0 && position <= last);
     const [low, high] = at.length ? [Math.min(...at), Math.max(...at)] : [last, last];
     const wanted = Math.max((high - low + 1) * column - 8, 7 * name.length + 12, label ? 5.2 * label.length + 8 : 0);
     return {
       name,
+      kind,
       label,
       cx: (x(low) + x(high)) / 2,
       width: Math.max(Math.min(wanted, 150), 26),
@@ -238,12 +242,16 @@ function clipped(text, most) {
 }
 
 /** Boxes stay above their tokens: those that would overlap become narrower, those of one column share it. */
-function fitBoxes(boxes, column) {
+function fitBoxes(boxes, column, edge) {
   const beside = (a, b) => a.top < b.bottom && b.top < a.bottom;
+  for (const box of boxes) box.home = box.cx;
+  for (const box of boxes.filter(({ kind }) => kind === "say")) {
+    box.width = Math.min(box.width, SAY - 8);
+    box.cx = box.home + column / 2 + box.width / 2;
+  }
   const settled = [];
-  for (const box of [...boxes].sort((a, b) => a.cx - b.cx)) {
-    const same = settled.filter((other) => Math.abs(other.home - box.cx) < 1 && beside(other, box));
-    box.home = box.cx;
+  for (const box of boxes.filter(({ kind }) => kind !== "say")) {
+    const same = settled.filter((other) => Math.abs(other.home - box.home) < 1 && beside(other, box));
     settled.push(box);
     if (!same.length) continue;
     const shared = [...same, box];
@@ -264,5 +272,5 @@ function fitBoxes(boxes, column) {
       else b.width = 2 * (gap - 4) - a.width;
     }
   }
-  for (const box of boxes) box.width = Math.max(box.width, 12);
+  for (const box of boxes) box.width = Math.max(Math.min(box.width, 2 * (edge - box.cx), 2 * box.cx), 12);
 }
