@@ -1,6 +1,8 @@
 """From a transcoder and text to faces: the pass, the files, what is refused, what is found."""
 
 import json
+import os
+import signal
 from html import escape
 
 import pytest
@@ -12,6 +14,7 @@ from sparselens.cli import main
 from sparselens.faces import features as verb
 from sparselens.faces.finish import promoted
 from sparselens.faces.store import BLOCK, Faces
+from sparselens.training.engine import Interrupted
 from sparselens.transcoders.mlp_hooks import observe
 from sparselens.transcoders.transcoder import Transcoder
 
@@ -126,6 +129,22 @@ def test_a_killed_pass_goes_on(house, faces, tmp_path, monkeypatch):
         name = f"layer_{layer}.safetensors"
         assert (again.path / name).read_bytes() == (faces.path / name).read_bytes()
     assert read(house, tmp_path / "faces", resume=True).about == again.about  # complete: nothing is done again
+
+
+def test_ctrl_c_leaves_a_state_to_go_on_from(house, faces, tmp_path, monkeypatch):
+    batch = verb._Pass._batch
+
+    def press(self, count):
+        batch(self, count)
+        if self.next == 32:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(verb._Pass, "_batch", press)
+    with pytest.raises(Interrupted, match=r"stopped after 32 of \d+ sequences; continue with --resume"):
+        read(house, tmp_path / "faces")
+    monkeypatch.setattr(verb._Pass, "_batch", batch)
+    again = read(house, tmp_path / "faces", resume=True)
+    assert (again.path / "layer_1.safetensors").read_bytes() == (faces.path / "layer_1.safetensors").read_bytes()
 
 
 def test_processes_share_the_writing(house, faces, tmp_path, monkeypatch):

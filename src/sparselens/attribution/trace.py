@@ -45,11 +45,11 @@ from .interventions import Change, EdgeCheck, agreement, check_changes, check_to
 from .neuronpedia import slug_of, write_graph
 from .qk_terms import explain_look
 from .rows import ChangeRow, ClusterRow, EdgeRow, LookRow, MainRow, MapRow, ModelRows, Rules, SinglesRow, TraceRows
+from .tell import tell
 
 FEATURES_LISTED = 8  # per cluster
 LOOKS = 3  # heads of the main edge whose logit is taken apart
 TERMS = 12
-EDGES_TOLD = CLUSTERS_TOLD = 12
 FAINT = 0.005  # attention weights below this are not kept for maps
 Prompt = str | Sequence[int] | Tensor
 Features = str | Path | Run | Transcoder
@@ -358,44 +358,3 @@ def _interventions(graph: Graph, checks: list[EdgeCheck]) -> SinglesRow:
         ],
         "agreement": agreement(checks), "agreement_direct": agreement(checks, "predicted_direct", "measured_direct"),
     }  # fmt: skip
-
-
-def tell(rows: ModelRows) -> str:
-    """A summary in words, for a terminal."""
-    target, main = rows["target"][0], rows["main"]
-    p = "" if target["probability"] is None else f", probability {target['probability']:.3f}"
-    lines = [
-        f"{rows['model']}: {target['label']!r} at position {target['position']}{p}; {rows['n_nodes']} nodes and "
-        f"{rows['n_edges']} edges kept, completeness error {rows['completeness_error']:.1e}",
-        f"  scores: replacement {rows['scores']['replacement']:.3f}, completeness {rows['scores']['completeness']:.3f}",
-    ]
-    ranked = sorted(rows["clusters"], key=lambda c: (c["kind"] == "output", c["influence"]), reverse=True)
-    told = [c for c in rows["clusters"] if c in ranked[:CLUSTERS_TOLD]]
-    for cluster in told:
-        low, high = cluster["layers"]
-        span = f"layer {low}" if low == high else f"layers {low}-{high}"
-        at = ", ".join(map(str, cluster["positions"][:8])) + (", ..." if len(cluster["positions"]) > 8 else "")
-        lines.append(f"  {cluster['name'][:24]:24} at {at:16} {span:12} {cluster['n_features']:4} features")
-    if len(told) < len(ranked):
-        lines.append(f"  and {len(ranked) - len(told)} clusters of less influence")
-    lines.append(f"  {'edge':40} {'weight':>9} {'heads for 80 %':>15} {'when removed: predicted':>24} {'measured':>9}")
-    for edge in rows["edges"][:EDGES_TOLD]:
-        name = f"{edge['source'][:18]} -> {edge['target'][:18]}"
-        changes = f"{edge['predicted_direct']:24.3f} {edge['measured_direct']:9.3f}"
-        lines.append(f"  {name:40} {edge['weight']:9.3f} {edge['n_heads_for_80']:15} {changes}")
-    for name, found in (("MLPs held", rows["agreement_direct"]), ("all effects", rows["agreement"])):
-        shown = ", ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items())
-        lines.append(f"  predicted against measured, {name}: {shown}")
-    heads = ", ".join(f"L{h['layer']}-H{h['head']}" for h in main["heads_for_80"][:12])
-    more = main["n_heads_for_80"] - 12
-    lines.append(
-        f"  {main['source']} -> {main['target']}: 80 % carried by {main['n_heads_for_80']} of "
-        f"{rows['n_layers'] * rows['n_heads']} heads: {heads}{f' and {more} more' if more > 0 else ''}"
-    )
-    closed = main["closed"]
-    lines.append(
-        f"  their {closed['n_links']} links closed, MLPs held: {closed['measured_direct']:+.3f} "
-        f"(predicted {closed['predicted_direct']:+.3f}); MLPs reacting: {closed['measured']:+.3f} "
-        f"(predicted {closed['predicted']:+.3f})"
-    )
-    return "\n".join(lines)
