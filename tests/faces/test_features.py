@@ -192,6 +192,20 @@ def test_feature(faces, house):
     assert "<script" not in html and escape(faces.card(0, busy)["top"][0]["text"][0]) in html and "promotes" in html
 
 
+def test_the_studio_calls_features_by_their_labels(faces, house, tmp_path):
+    from types import SimpleNamespace
+
+    from sparselens.live.features import Features
+
+    graph = sl.trace(sl.load(house / "base"), house / "coder", "w3 w5 w8", budget=2)
+    node = int((graph.kind == 0).nonzero()[0])
+    for folder in (house / "coder", tmp_path):
+        member = SimpleNamespace(transcoder=folder)
+        row = Features(SimpleNamespace(member=lambda role, member=member: member))._row("dense", graph, node)
+        label = faces.label(row["layer"], row["feature"])
+        assert row["label"] == (f"{label} ({graph.label(node)})" if folder != tmp_path else graph.label(node))
+
+
 def test_hostile_words_are_text_in_the_card(faces):
     from sparselens.faces.card import html
 
