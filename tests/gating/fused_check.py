@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sparselens.gating import _warn_once, gated_attention
+from sparselens.gating import _warn_once, dense_attention, gated_attention
 from sparselens.gating.reference import gated_attention_reference
 from sparselens.gating.triton import forward
-from sparselens.gating.triton_backward import backward
+from sparselens.gating.triton_backward import accumulate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -33,6 +33,7 @@ class Case:
     sample: bool = True
     size: float = 1.0  # of the logits
     bias: float = -0.5
+    dense: bool = False  # without gates
 
     def __str__(self) -> str:
         shown = [f"{k}={v}" for k, v in self.__dict__.items() if v != getattr(Case, k)]
@@ -74,6 +75,8 @@ def relative_errors(case: Case, seed: int = 11) -> dict[str, float]:
     _warn_once.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # falling back to the reference would compare it with itself
+        if case.dense:
+            return _without_gates(case, mine[:3], theirs[:3])
         out, edges = gated_attention(*mine, backend="triton", **options)
     reference_out, reference_edges = gated_attention_reference(*theirs, **options)
     assert out.dtype == case.dtype and edges.dtype == torch.float32
@@ -86,6 +89,20 @@ def relative_errors(case: Case, seed: int = 11) -> dict[str, float]:
         ("out", "edges", "dq", "dk", "dv", "dbias"),
         (out, edges, *gradients), (reference_out, reference_edges, *references), strict=True,
     )  # fmt: skip
+    return {name: _relative(a.detach().double(), b.detach()) for name, a, b in pairs}
+
+
+def _without_gates(case: Case, mine: list[Tensor], theirs: list[Tensor]) -> dict[str, float]:
+    options = dict(causal=case.causal, window=case.window, mask=case.make_documents())
+    out, reference = (
+        dense_attention(*inputs, backend=backend, **options)
+        for inputs, backend in ((mine, "triton"), (theirs, "reference"))
+    )
+    assert out.dtype == case.dtype
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    gradients = torch.autograd.grad(out, mine, dout.to(out.dtype))
+    references = torch.autograd.grad(reference, theirs, dout.double())
+    pairs = zip(("out", "dq", "dk", "dv"), (out, *gradients), (reference, *references), strict=True)
     return {name: _relative(a.detach().double(), b.detach()) for name, a, b in pairs}
 
 
@@ -123,6 +140,6 @@ def gates_of_backward(case: Case, seed: int, config: dict | None = None) -> Tens
         width = min(case.d_head, case.queries - start)
         dout[:, :, range(start, start + width), range(width)] = 1
         none = torch.zeros_like(edges)
-        _, _, dv, _ = backward(dout, none, q, k, v, bias, case.make_documents(), out, lse, *options, config)
+        _, _, dv, _ = accumulate(dout, none, q, k, v, bias, case.make_documents(), out, lse, *options, config)
         rows.append(dv[..., :width].transpose(-1, -2) != 0)
     return torch.cat(rows, -2)

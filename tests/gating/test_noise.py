@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparselens.gating.reference import _signed, later_seed, layer_seed, uniform
+from sparselens.gating.reference import later_seed, layer_seed, signed, uniform
 
 WORD = 0xFFFFFFFF
 
@@ -34,7 +34,7 @@ def test_bit_by_bit(seed):
         z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
         z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
         assert layer_seed(seed, layer) == (z ^ z >> 31) % 2**32
-    assert [_signed(word) for word in (2**31 - 1, 2**31, 2**32 - 1, 2**32)] == [2**31 - 1, -(2**31), -1, 0]
+    assert [signed(word) for word in (2**31 - 1, 2**31, 2**32 - 1, 2**32)] == [2**31 - 1, -(2**31), -1, 0]
 
 
 def test_uniform_moments_and_independence():

@@ -43,6 +43,8 @@ CASES = [
     Case(queries=40, keys=40, documents="packed", causal=False),
     Case(heads=4, kv_heads=1, queries=40, keys=40, d_head=256, window=12, documents="packed"),
     Case(queries=35, keys=35, d_head=136, sample=False),
+    Case(dense=True, batch=2, heads=6, kv_heads=2, queries=66, keys=66, documents="left"),
+    Case(dense=True, queries=70, keys=70, window=20, documents="packed"),
 ]
 
 
@@ -53,10 +55,11 @@ def test_matches_reference(case):
     assert max(errors.values()) < 2e-6, errors
 
 
+LARGE = [Case(size=10), Case(size=10, sample=False), Case(bias=-70), Case(bias=60), Case(size=30)]
+
+
 @direct
-@pytest.mark.parametrize(
-    "case", [Case(size=10), Case(size=10, sample=False), Case(bias=-70), Case(bias=60), Case(size=30)], ids=str
-)
+@pytest.mark.parametrize("case", [*LARGE, Case(size=30, dense=True)], ids=str)
 def test_logits_of_any_size(case):
     """Logits beyond the range of the short path: repeated with a running maximum, to the accuracy of the logits."""
     errors = relative_errors(case)
@@ -81,6 +84,9 @@ def test_gates_equal_in_forward_backward_and_every_tile_size():
     pattern, _ = gated_pattern(q.double(), k.double(), bias.double(), sample=True, seed=3)
     assert (gates != pattern.gate).float().mean() < 1e-4
     assert not torch.equal(gates, gates_of_forward(case, 4))
+    in_memory = torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    assert torch.equal(gates, gates_of_forward(case, in_memory))
+    assert torch.equal(gates, gates_of_backward(case, in_memory, small))
 
 
 @direct
@@ -166,4 +172,5 @@ def test_operator_registrations():
     op = torch.ops.sparselens.gated_attention.default
     documents = torch.ones(1, 12, dtype=torch.int32, device=DEVICE)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(op, (q, k, v, bias, documents, 0.25, True, 0, True, 7), test_utils=tests)
+    seed = torch.tensor([7], dtype=torch.int32, device=DEVICE)
+    torch.library.opcheck(op, (q, k, v, bias, documents, 0.25, True, 0, True, seed), test_utils=tests)

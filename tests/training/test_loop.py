@@ -17,7 +17,7 @@ from sparselens.config import Gate, Sparsify, Training
 from sparselens.evaluation.side_by_side import evaluate
 from sparselens.models.loading import add_gates, gate_biases, is_gated
 from sparselens.runs.run import Metrics, Run
-from sparselens.training import copies, engine, loop as training
+from sparselens.training import engine, head, loop as training
 from sparselens.training.copies import start_within_reach, trainable
 from sparselens.training.measure import measure
 from sparselens.training.sparsify import _target, overridden
@@ -127,18 +127,20 @@ def test_compiled_blocks_follow_the_plain_ones(base, tmp_path, options, monkeypa
 
 
 @pytest.mark.parametrize("options", [{}, {"lora": 2, "gradient_checkpointing": True, "loss": "kl"}], ids=str)
-def test_padded_heads_follow_the_plain_ones(base, tmp_path, options, monkeypatch):
-    """As on a GPU, for a vocabulary that is not a multiple; and plain heads again afterwards."""
+def test_losses_in_stretches_follow_the_whole_ones(base, tmp_path, options, monkeypatch):
+    """As on a GPU: a few tokens' logits at a time, in training and when measuring; and plain heads again afterwards."""
     plain, _ = sparsify(base, tmp_path / "plain", steps=4, **options)
-    whole, heads = copies.pad_head, []
-    monkeypatch.setattr(copies, "HEAD_MULTIPLE", 48)
-    monkeypatch.setattr(copies, "pad_head", lambda model: heads.append(whole(model)) or heads[-1])
-    monkeypatch.setattr(training, "faster", lambda models, settings, device: copies.faster(models, settings, "cuda"))
-    padded, _ = sparsify(base, tmp_path / "padded", steps=4, **options)
-    assert len(heads) == (1 if "loss" not in options else 2) and None not in heads
-    assert all("forward" not in vars(head) for head in heads)
-    for a, b in zip(lines(plain.path), lines(padded.path), strict=True):
+    used = []
+    monkeypatch.setattr(head, "MOST_LOGITS", 7 * 64)
+    monkeypatch.setattr(training, "stretched_loss", lambda *args: used.append(args[1]) or head.stretched_loss(*args))
+    parts, _ = sparsify(base, tmp_path / "parts", steps=4, **options)
+    assert len(used) == 4 and all("forward" not in vars(one) for one in used)
+    for a, b in zip(lines(plain.path), lines(parts.path), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5) and a["density"] == pytest.approx(b["density"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+    for a, b in zip(plain.read("evaluation.json"), parts.read("evaluation.json"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4) and a["exact"] == b["exact"]
+        assert a["top1_agreement"] == pytest.approx(b["top1_agreement"], abs=1e-3)
 
 
 @pytest.mark.gpu
@@ -147,7 +149,7 @@ def test_padded_heads_follow_the_plain_ones(base, tmp_path, options, monkeypatch
 def test_a_gpu_follows_the_cpu(base, tmp_path, optimizer, compile, monkeypatch):
     """With all that is only switched on there: fused kernel and losses, padded heads, compiled blocks."""
     options = QUICK | dict(steps=4, optimizer=optimizer, loss="kl", precision="fp32")
-    monkeypatch.setattr(copies, "HEAD_MULTIPLE", 48)
+    monkeypatch.setattr(head, "MULTIPLE", 48)
     fast, _ = sparsify(base, tmp_path / "gpu", **options, compile=compile)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     slow, _ = sparsify(base, tmp_path / "cpu", **options)
@@ -385,7 +387,7 @@ def test_gates_are_deterministic_once_closed(base, tmp_path, monkeypatch):
     original = training.forward
 
     def spy(model, batch, **options):
-        drawn.append(options.get("gate_sample"))
+        drawn.append(options.get("sample"))
         return original(model, batch, **options)
 
     monkeypatch.setattr(training, "forward", spy)

@@ -82,7 +82,7 @@ def test_training_divides_by_the_labelled_tokens(taught):
     counts = torch.tensor([2.0, 3.0, 4.0, 5.0])
     assert loss.item() == pytest.approx((rows[int(taught)] * counts).sum().item() / n_labels, rel=1e-5)
     assert density.item() == pytest.approx(measure(sparse, Patchy(), 0, 4).density)
-    stage.model = base  # without gates
+    stage.model = stage.runner = base  # without gates
     assert loss_and_density(stage, batch, (0, 0))[1].item() == 0
 
 

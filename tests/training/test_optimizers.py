@@ -6,7 +6,6 @@ from tiny_models import CONFIGS, tiny_model
 
 from sparselens.config import Gate, Training
 from sparselens.models.loading import add_gates
-from sparselens.training.copies import HEAD_MULTIPLE, pad_head
 from sparselens.training.engine import Together, learning_rate, make_optimizer
 
 
@@ -80,28 +79,3 @@ def test_learning_rate_rises_stays_and_falls():
     assert factors[74] == pytest.approx(0.05 + 0.95 * 26 / 50) and factors[4] == pytest.approx(0.5)
     short = Training(steps=4, warmup=0.1, decay=0.1)  # both of less than a step
     assert [learning_rate(step, short) for step in range(4)] == [1.0] * 4
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_padded_head_is_the_same_head(family):
-    plain, padded = tiny_model(family).double(), tiny_model(family).double()
-    size = HEAD_MULTIPLE - 3
-    for model in (plain, padded):
-        model.resize_token_embeddings(size)
-    head = pad_head(padded)
-    ids = torch.randint(0, size, (2, 9), generator=torch.Generator().manual_seed(1))
-    logits = [model(ids).logits for model in (plain, padded)]
-    assert logits[0].shape == logits[1].shape
-    torch.testing.assert_close(logits[1], logits[0], atol=1e-12, rtol=0)
-    for found in logits:
-        (found.softmax(-1) ** 2).sum().backward()
-    for (name, a), b in zip(plain.named_parameters(), padded.parameters(), strict=True):
-        torch.testing.assert_close(b.grad, a.grad, atol=1e-12, rtol=0, msg=name)
-    del head.forward
-    assert "forward" not in vars(head)
-
-
-def test_a_head_that_fits_stays_as_it_is():
-    model = tiny_model("llama")
-    model.resize_token_embeddings(2 * HEAD_MULTIPLE)
-    assert pad_head(model) is None

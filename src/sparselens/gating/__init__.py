@@ -10,9 +10,16 @@ import warnings
 import torch
 from torch import Tensor
 
-from .reference import GatedPattern, PatternOptions, allowed_pairs, gated_attention_reference, gated_pattern
+from .reference import (
+    GatedPattern,
+    PatternOptions,
+    allowed_pairs,
+    dense_attention_reference,
+    gated_attention_reference,
+    gated_pattern,
+)
 
-__all__ = ["GatedPattern", "PatternOptions", "allowed_pairs", "gated_attention", "gated_pattern"]
+__all__ = ["GatedPattern", "PatternOptions", "allowed_pairs", "dense_attention", "gated_attention", "gated_pattern"]
 
 BACKENDS = ("auto", "reference", "triton")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of the fused kernel
@@ -22,8 +29,8 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 def gated_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float, scale: float | None = None, causal: bool = True,
-    mask: Tensor | None = None, sample: bool = False, seed: int = 0, normalise: str = "all", backend: str = "auto", *,
-    window: int | None = None, softcap: float | None = None,
+    mask: Tensor | None = None, sample: bool = False, seed: int | Tensor = 0, normalise: str = "all",
+    backend: str = "auto", *, window: int | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention whose edges open and close: (out [batch, n_heads, queries, d_head], edges [batch, n_heads] fp32).
 
@@ -32,6 +39,7 @@ def gated_attention(
     scale: multiplies Q K^T; None is 1/sqrt(d_head).
     mask: [batch, keys] document number of each token (0 = padding), or bool [batch, heads or 1, queries, keys].
     sample: draw gates with probability sigmoid(G) from `seed`; otherwise a gate is open where G > 0.
+    seed: any int, of which 32 bits count; or an integer tensor of one number, which a compiled graph reads anew.
     normalise: "all" keeps the softmax over every allowed key; "open" renormalises over open ones.
     window: a query sees its last `window` keys, itself included. softcap: logits become softcap * tanh(logits/softcap).
     backend: "auto" and "triton" use the fused kernel where it can do the call, and the reference where it cannot.
@@ -65,6 +73,26 @@ def gated_attention(
         q, k, v, bias, scale=scale, causal=causal, window=window, softcap=softcap, mask=mask, sample=sample, seed=seed,
         normalise=normalise,
     )  # fmt: skip
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal: bool = True, mask: Tensor | None = None, *,
+    window: int | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
+    """Attention without gates: out [batch, n_heads, queries, d_head]. Arguments as in `gated_attention`.
+
+    By the same kernels, which skip what lies between packed documents; PyTorch's read a mask of queries x keys.
+    """
+    _check(q, k, v, mask, "all", backend)
+    if q.is_cuda and torch.is_autocast_enabled("cuda"):
+        q, k, v = (x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v))
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    documents = None if mask is None else mask.to(torch.int32).contiguous()
+    if backend == "reference" or _unsupported(q, k, v, 0.0, scale, mask, False, "all", None, backend) is not None:
+        return dense_attention_reference(q, k, v, documents, scale, causal, window or 0)
+    from .op import fused_gated_attention
+
+    return fused_gated_attention(q, k, v, None, documents, scale, causal, window, False, 0)[0]
 
 
 def _unsupported(

@@ -50,7 +50,7 @@ class PatternOptions(TypedDict, total=False):
     softcap: float | None
     mask: Tensor | None
     sample: bool
-    seed: int
+    seed: int | Tensor
     normalise: str
 
 
@@ -92,7 +92,7 @@ def allowed_pairs(
 def gated_pattern(
     q: Tensor, k: Tensor, bias: Tensor | float, *, scale: float | None = None, causal: bool = True,
     window: int | None = None, softcap: float | None = None, mask: Tensor | None = None, sample: bool = False,
-    seed: int = 0, normalise: str = "all",
+    seed: int | Tensor = 0, normalise: str = "all",
 ) -> tuple[GatedPattern, Tensor]:  # fmt: skip
     """The gated attention pattern and the edge counts [batch, n_heads] (arguments as in `gated_attention`)."""
     batch, n_heads, queries, d_head = q.shape
@@ -156,7 +156,21 @@ def gated_attention_reference(
     return out.to(v.dtype), edges
 
 
-def _signed(word: int) -> int:
+def dense_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, causal: bool, window: int
+) -> Tensor:
+    """Attention without gates over the same pairs; a row without any pair is zero. window: 0 for none."""
+    pairs = allowed_pairs(
+        q.shape[2], k.shape[2], causal=causal, window=window or None, mask=documents, device=q.device
+    )  # fmt: skip
+    exists = pairs.any(-1, keepdim=True)
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=pairs | ~exists, scale=scale)
+    return torch.where(exists, out, 0.0)
+
+
+def signed(word: int) -> int:
     """The int32 with the same bits as this unsigned 32-bit word."""
     word &= 0xFFFFFFFF
     return word - (1 << 32) if word >= 1 << 31 else word
@@ -169,9 +183,16 @@ def _shift(x: Tensor, n: int) -> Tensor:
 
 def mix(x: Tensor) -> Tensor:
     """Full-avalanche 32-bit hash of an int32 tensor."""
-    x = (x ^ _shift(x, 16)) * _signed(MIX_1)
-    x = (x ^ _shift(x, 15)) * _signed(MIX_2)
+    x = (x ^ _shift(x, 16)) * signed(MIX_1)
+    x = (x ^ _shift(x, 15)) * signed(MIX_2)
     return x ^ _shift(x, 16)
+
+
+def kernel_seed(seed: int | Tensor) -> int | Tensor:
+    """The low 32 bits of `seed` as an int32: what noise is made of."""
+    if isinstance(seed, Tensor):
+        return seed if seed.dtype == torch.int32 else seed.to(torch.int32)  # keeps the low bits
+    return signed(seed)
 
 
 def layer_seed(seed: int, layer: int) -> int:
@@ -197,18 +218,20 @@ def column_keys(keys: int, device: torch.device | str) -> Tensor:
 
 
 def row_keys(
-    seed: int, batch: int, n_heads: int, queries: int, keys: int, device: torch.device | str
+    seed: int | Tensor, batch: int, n_heads: int, queries: int, keys: int, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
     """Slope and offset of each query's row: two int32 [batch, n_heads, queries]."""
     # Queries are numbered from the end of the keys, so that a pair keeps its draw when a prompt is cut in two.
     query = _arange(queries, device) + (keys - queries)
-    head = mix(_arange(batch * n_heads, device) * _signed(GOLDEN) + _signed(seed))
+    head = mix(_arange(batch * n_heads, device) * signed(GOLDEN) + kernel_seed(seed))
     word = mix(head[:, None] + query).view(batch, n_heads, queries)
-    return word | 1, mix(word + _signed(GOLDEN))
+    return word | 1, mix(word + signed(GOLDEN))
 
 
-def uniform(seed: int, batch: int, n_heads: int, queries: int, keys: int, device: torch.device | str) -> Tensor:
-    """u in (0, 1) for every pair: fp32 [batch, n_heads, queries, keys]. `seed` is any int; 32 bits of it count."""
+def uniform(
+    seed: int | Tensor, batch: int, n_heads: int, queries: int, keys: int, device: torch.device | str
+) -> Tensor:
+    """u in (0, 1) for every pair: fp32 [batch, n_heads, queries, keys]. seed: any int, or a tensor."""
     slope, offset = row_keys(seed, batch, n_heads, queries, keys, device)
     bits = (slope[..., None] * column_keys(keys, device)).add_(offset[..., None])
     return _shift(bits, 9).to(torch.float32).add_(0.5).mul_(2.0**-23)

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .reference import kernel_seed
 from .triton_tile import (
     FUSED,
     LOG2E,
@@ -35,7 +36,7 @@ from .triton_tile import (
     load_tile,
     reciprocal,
     row_keys,
-    signed_seed,
+    seed_of,
     unit_stride,
 )
 
@@ -71,7 +72,7 @@ def forward_tiles(
     acc, total, opened, q, KEY, VALUE, stride_k, stride_v, COLUMN_KEYS, DOCUMENT, batch, position, slope, offset,
     lo, gap, skip, hi, keys, window, scale, bias,
     D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr, SAMPLE: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr, SAMPLE: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Adds tiles lo..hi (of which `skip` tiles from `gap` on are left out) to acc = (A w) V, the sum of w, the edges.
 
@@ -101,13 +102,14 @@ def forward_tiles(
             else:
                 noise_column = tl.load(COLUMN_KEYS + key)
             u = draw(slope[:, None], offset[:, None], noise_column.to(tl.uint32, bitcast=True)[None, :])
-            gate = tl.where(u < w - u * w, 1.0, 0.0)
-        else:
+            w = tl.where(u < w - u * w, 1.0, 0.0) * w
+        elif not DENSE:
             gate = tl.where(x > 0.0, 1.0, 0.0)
             even, odd = tl.split(tl.reshape(gate, [M, N // 2, 2]))
             opened += tl.sum(tl.reshape(even + odd, [M, N // 8, 4]), 1)
+            w = gate * w
         v = load_tile(VALUE, key, column, stride_v, keys, D, BLOCK_D, MASKED)
-        acc = tl.dot((gate * w).to(v.dtype), v, acc, input_precision="ieee")
+        acc = tl.dot(w.to(v.dtype), v, acc, input_precision="ieee")
     return acc, total, opened
 
 
@@ -115,7 +117,7 @@ def forward_tiles(
 def forward_tiles_any_range(
     q, KEY, VALUE, stride_k, stride_v, COLUMN_KEYS, DOCUMENT, batch, position, slope, offset, lo, hi, keys, window,
     scale, bias, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr, SAMPLE: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr, SAMPLE: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """The same with a running maximum, for logits of any size: (acc, row sums and edges as [M], row maximum)."""
     column = tl.arange(0, BLOCK_D)
@@ -134,18 +136,19 @@ def forward_tiles_any_range(
         shrink = tl.exp2(top - base)
         weight = tl.exp2(x - base[:, None])
         total = total * shrink + tl.sum(weight, 1)
-        w = tl.exp2(tl.minimum(x, ODDS_MAX))
         if SAMPLE:
+            w = tl.exp2(tl.minimum(x, ODDS_MAX))
             opened += tl.sum(w * reciprocal(1.0 + w), 1)
             noise_column = tl.load(COLUMN_KEYS + key, mask=key < keys, other=0)
             u = draw(slope[:, None], offset[:, None], noise_column.to(tl.uint32, bitcast=True)[None, :])
-            gate = tl.where(u < w - u * w, 1.0, 0.0)
-        else:
+            weight = tl.where(u < w - u * w, 1.0, 0.0) * weight
+        elif not DENSE:
             gate = tl.where(x > 0.0, 1.0, 0.0)
             opened += tl.sum(gate, 1)
+            weight = gate * weight
         v = load_tile(VALUE, key, column, stride_v, keys, D, BLOCK_D, True)
         acc = acc * shrink[:, None]
-        acc = tl.dot((gate * weight).to(v.dtype), v, acc, input_precision="ieee")
+        acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
         top = new_top
     return acc, total, opened, top
 
@@ -157,6 +160,7 @@ def forward_kernel(
     stride_ob, stride_oh, stride_on, n_heads, group, queries, keys, window,
     D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr, SAMPLE: tl.constexpr, ANY_RANGE: tl.constexpr,
+    SEED_IN_MEMORY: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head: out, log2 of the row sums of w, and this block's share of the edges."""
     # The last queries see the most keys: start them first, so that no long block is left alone at the end.
@@ -172,8 +176,8 @@ def forward_kernel(
     position = row + (keys - queries)
     column = tl.arange(0, BLOCK_D)
     q = load_tile(QUERY, row, column, stride_qn, queries, D, BLOCK_D, True)
-    bias = tl.load(BIAS + head) * LOG2E
-    slope, offset = row_keys(seed, batch_head, position)
+    bias = 0.0 if DENSE else tl.load(BIAS + head) * LOG2E
+    slope, offset = row_keys(seed_of(seed, SEED_IN_MEMORY), batch_head, position)
     lo, hi, full_lo, full_hi = key_range(
         tile * M, M, N, queries, keys, window, BOUNDS, batch, tile, CAUSAL, WINDOW, DOCS
     )
@@ -193,12 +197,12 @@ def forward_kernel(
         acc, total, opened = forward_tiles(
             acc, total, opened, q, KEY, VALUE, stride_kn, stride_vn, COLUMN_KEYS, DOCUMENT, batch, position, slope,
             offset, full_lo, 0, 0, full_hi, keys, window, scale, bias,
-            D, BLOCK_D, M, N, False, CAUSAL, WINDOW, DOCS, SAMPLE,
+            D, BLOCK_D, M, N, False, CAUSAL, WINDOW, DOCS, SAMPLE, DENSE,
         )  # fmt: skip
         acc, total, opened = forward_tiles(
             acc, total, opened, q, KEY, VALUE, stride_kn, stride_vn, COLUMN_KEYS, DOCUMENT, batch, position, slope,
             offset, lo, full_lo, full_hi - full_lo, hi, keys, window, scale, bias,
-            D, BLOCK_D, M, N, True, CAUSAL, WINDOW, DOCS, SAMPLE,
+            D, BLOCK_D, M, N, True, CAUSAL, WINDOW, DOCS, SAMPLE, DENSE,
         )  # fmt: skip
         row_sum = tl.sum(total, 1)
         inside = (row_sum >= SUM_MIN) & (row_sum <= SUM_MAX)  # False for NaN as well
@@ -208,7 +212,7 @@ def forward_kernel(
     if not trusted:
         acc, row_sum, row_opened, top = forward_tiles_any_range(
             q, KEY, VALUE, stride_kn, stride_vn, COLUMN_KEYS, DOCUMENT, batch, position, slope, offset, lo, hi, keys,
-            window, scale, bias, D, BLOCK_D, M, N, CAUSAL, WINDOW, DOCS, SAMPLE,
+            window, scale, bias, D, BLOCK_D, M, N, CAUSAL, WINDOW, DOCS, SAMPLE, DENSE,
         )  # fmt: skip
         edges = tl.sum(tl.where(exists, row_opened, 0.0))
         lse = tl.where(exists, tl.log2(row_sum) + top, float("inf"))
@@ -233,12 +237,13 @@ def forward_config(d_head: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, documents: Tensor | None, scale: float, causal: bool,
-    window: int, sample: bool, seed: int, config: dict[str, int] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, documents: Tensor | None, scale: float, causal: bool,
+    window: int, sample: bool, seed: int | Tensor, config: dict[str, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(out like q, edges [batch, n_heads] fp32, log2 row sums of w [batch, n_heads, queries] fp32).
 
-    bias: fp32 [n_heads]. documents: int32 [batch, keys] or None. window: 0 for none.
+    bias: fp32 [n_heads]; None: no gates, dense attention, edges 0. documents: int32 [batch, keys] or None.
+    window: 0 for none. seed: an int, or a tensor of one.
     """
     batch, n_heads, queries, d_head = q.shape
     n_kv_heads, keys = k.shape[1:3]
@@ -254,10 +259,11 @@ def forward(
     launch(
         forward_kernel, (tiles, batch * n_heads),
         (q, k, v, bias, documents, bounds, column_key_table(keys, q.device), out, lse, edges),
-        (scale * LOG2E.value, signed_seed(seed)),
+        (scale * LOG2E.value, kernel_seed(seed)),
         (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], n_heads, n_heads // n_kv_heads, queries,
          keys, window),
-        (d_head, block_of(d_head), M, N, causal, window > 0, documents is not None, sample, any_range),
+        (d_head, block_of(d_head), M, N, causal, window > 0, documents is not None, sample, any_range,
+         isinstance(seed, Tensor), bias is None),
         **FUSED, **config,
     )  # fmt: skip
     return out, edges.sum(-1), lse  # blocks' shares, added in a fixed order

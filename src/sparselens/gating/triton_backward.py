@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .reference import kernel_seed
 from .triton_tile import (
     FUSED,
     LOG2E,
@@ -33,7 +34,7 @@ from .triton_tile import (
     load_tile,
     reciprocal,
     row_keys,
-    signed_seed,
+    seed_of,
     unit_stride,
 )
 
@@ -43,6 +44,7 @@ def rows_kernel(
     OUT, DOUT, LSE, ROWS, WIDE, seed, stride_ob, stride_oh, stride_on, stride_gb, stride_gh, stride_gn,
     n_heads, queries, keys, total,
     D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, SAMPLE: tl.constexpr,
+    SEED_IN_MEMORY: tl.constexpr,
 ):  # fmt: skip
     """What the main pass needs of each query, and which heads are wide (have row sums beyond the short path).
 
@@ -61,7 +63,7 @@ def rows_kernel(
     tl.store(ROWS + here, tl.sum(out * dout, 1), row < queries)
     tl.store(ROWS + total + here, tl.exp2(-lse), row < queries)
     if SAMPLE:
-        slope, offset = row_keys(seed, batch_head, row + (keys - queries))
+        slope, offset = row_keys(seed_of(seed, SEED_IN_MEMORY), batch_head, row + (keys - queries))
         tl.store(ROWS + 2 * total + here, slope.to(tl.float32, bitcast=True), row < queries)
         tl.store(ROWS + 3 * total + here, offset.to(tl.float32, bitcast=True), row < queries)
     outside = (lse < float("inf")) & ((lse < tl.log2(SUM_MIN)) | (lse > tl.log2(SUM_MAX)))
@@ -112,7 +114,7 @@ def backward_tiles(
     batch, key, lo, gap, skip, hi, queries, keys, window, scale, bias, dedges,
     D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     MASKED: tl.constexpr, WIDE: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr, SAMPLE: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr, SAMPLE: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Adds query tiles lo..hi (of which `skip` tiles from `gap` on are left out) to dk, dv, dbias and, in memory, dq.
 
@@ -138,27 +140,31 @@ def backward_tiles(
         else:
             w = tl.exp2(x)
             weight = w * load_rows(ROWS + total, row, queries, 0.0, MASKED)[None, :]
-        above = 1.0 + w
-        if SAMPLE:
-            slope = load_rows(ROWS + 2 * total, row, queries, 0.0, MASKED).to(tl.uint32, bitcast=True)
-            offset = load_rows(ROWS + 3 * total, row, queries, 0.0, MASKED).to(tl.uint32, bitcast=True)
-            u = draw(slope[None, :], offset[None, :], noise_column[:, None])
-            numerator = w - u * w
-            denominator = numerator + u
-            gate = tl.where(u < numerator, 1.0, 0.0)
-            both = reciprocal(above * denominator)
-            p = w * (both * denominator)
-            s = numerator * (both * above)
+        if DENSE:
+            opened = weight
+            ds = (weight * (du - load_rows(ROWS, row, queries, 0.0, MASKED)[None, :])).to(q.dtype)
         else:
-            gate = tl.where(x > 0.0, 1.0, 0.0)
-            p = w * reciprocal(above)
-            s = p
-        opened = gate * weight
-        dgate = tl.fma((s - s * s) * weight, du, dedges * (p - p * p))
-        # Per-thread sums (a thread's elements repeat over 8 columns), reduced across threads once, at the end.
-        dbias += tl.sum(tl.reshape(dgate, [N, M // 8, 8]), 1)
-        delta = load_rows(ROWS, row, queries, 0.0, MASKED)
-        ds = tl.fma(opened, du, dgate - weight * delta[None, :]).to(q.dtype)
+            above = 1.0 + w
+            if SAMPLE:
+                slope = load_rows(ROWS + 2 * total, row, queries, 0.0, MASKED).to(tl.uint32, bitcast=True)
+                offset = load_rows(ROWS + 3 * total, row, queries, 0.0, MASKED).to(tl.uint32, bitcast=True)
+                u = draw(slope[None, :], offset[None, :], noise_column[:, None])
+                numerator = w - u * w
+                denominator = numerator + u
+                gate = tl.where(u < numerator, 1.0, 0.0)
+                both = reciprocal(above * denominator)
+                p = w * (both * denominator)
+                s = numerator * (both * above)
+            else:
+                gate = tl.where(x > 0.0, 1.0, 0.0)
+                p = w * reciprocal(above)
+                s = p
+            opened = gate * weight
+            dgate = tl.fma((s - s * s) * weight, du, dedges * (p - p * p))
+            # Per-thread sums (a thread's elements repeat over 8 columns), reduced across threads once, at the end.
+            dbias += tl.sum(tl.reshape(dgate, [N, M // 8, 8]), 1)
+            delta = load_rows(ROWS, row, queries, 0.0, MASKED)
+            ds = tl.fma(opened, du, dgate - weight * delta[None, :]).to(q.dtype)
         dv = tl.dot(opened.to(q.dtype), dout, dv, input_precision="ieee")
         dk = tl.dot(ds, q, dk, input_precision="ieee")
         dq = tl.dot(tl.trans(ds), k, input_precision="ieee")
@@ -180,7 +186,7 @@ def backward_kernel(
     stride_gb, stride_gh, stride_gn, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     n_heads, group, queries, keys, window, total,
     D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr, SAMPLE: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr, SAMPLE: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys of one query head: its dk, dv and share of dbias; dq is accumulated in fp32 in memory."""
     tile = tl.program_id(0)
@@ -200,8 +206,8 @@ def backward_kernel(
     k = load_tile(KEY, key, column, stride_kn, keys, D, BLOCK_D, True)
     v = load_tile(VALUE, key, column, stride_vn, keys, D, BLOCK_D, True)
     noise_column = tl.load(COLUMN_KEYS + key, mask=key < keys, other=0).to(tl.uint32, bitcast=True)
-    bias = tl.load(BIAS + head) * LOG2E
-    dedges = tl.load(DEDGES + batch_head)
+    bias = 0.0 if DENSE else tl.load(BIAS + head) * LOG2E
+    dedges = 0.0 if DENSE else tl.load(DEDGES + batch_head)
     lo, hi, full_lo, full_hi = query_range(
         tile * N, M, N, queries, keys, window, BOUNDS, batch, tile, CAUSAL, WINDOW, DOCS
     )
@@ -212,18 +218,18 @@ def backward_kernel(
         dk, dv, dbias = backward_tiles(
             dk, dv, dbias, k, v, QUERY, DOUT, LSE, ROWS, DQUERY, stride_qn, stride_gn, noise_column, total, DOCUMENT,
             batch, key, full_lo, 0, 0, full_hi, queries, keys, window, scale, bias, dedges,
-            D, BLOCK_D, M, N, False, False, CAUSAL, WINDOW, DOCS, SAMPLE,
+            D, BLOCK_D, M, N, False, False, CAUSAL, WINDOW, DOCS, SAMPLE, DENSE,
         )  # fmt: skip
         dk, dv, dbias = backward_tiles(
             dk, dv, dbias, k, v, QUERY, DOUT, LSE, ROWS, DQUERY, stride_qn, stride_gn, noise_column, total, DOCUMENT,
             batch, key, lo, full_lo, full_hi - full_lo, hi, queries, keys, window, scale, bias,
-            dedges, D, BLOCK_D, M, N, True, False, CAUSAL, WINDOW, DOCS, SAMPLE,
+            dedges, D, BLOCK_D, M, N, True, False, CAUSAL, WINDOW, DOCS, SAMPLE, DENSE,
         )  # fmt: skip
     else:
         dk, dv, dbias = backward_tiles(
             dk, dv, dbias, k, v, QUERY, DOUT, LSE, ROWS, DQUERY, stride_qn, stride_gn, noise_column, total, DOCUMENT,
             batch, key, lo, hi, 0, hi, queries, keys, window, scale, bias, dedges,
-            D, BLOCK_D, M, N, True, True, CAUSAL, WINDOW, DOCS, SAMPLE,
+            D, BLOCK_D, M, N, True, True, CAUSAL, WINDOW, DOCS, SAMPLE, DENSE,
         )  # fmt: skip
     inside = (key < keys)[:, None] & (column < D)[None, :]
     DKEY += batch * stride_dkb + head * stride_dkh.to(tl.int64)
@@ -232,23 +238,6 @@ def backward_kernel(
     tl.store(DKEY + key[:, None] * stride_dkn + column[None, :], dk, inside)
     tl.store(DVALUE + key[:, None] * stride_dvn + column[None, :], dv.to(DVALUE.dtype.element_ty), inside)
     tl.store(DBIAS + batch_head * tl.num_programs(0) + tile, tl.sum(dbias))
-
-
-@triton.jit(do_not_specialize=["n_heads"])
-def finish_kernel(
-    ACCUMULATED, DQUERY, scale, stride_qb, stride_qh, stride_qn, n_heads, queries,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
-    """dq = scale * accumulated, in the dtype and layout of q."""
-    batch_head = tl.program_id(1)
-    batch, head = (batch_head // n_heads).to(tl.int64), batch_head % n_heads
-    row = tl.program_id(0) * M + tl.arange(0, M)
-    column = tl.arange(0, BLOCK_D)
-    inside = (row < queries)[:, None] & (column < D)[None, :]
-    ACCUMULATED += batch_head.to(tl.int64) * queries * D
-    DQUERY += batch * stride_qb + head * stride_qh.to(tl.int64)
-    dq = tl.load(ACCUMULATED + row[:, None] * D + column[None, :], inside, other=0.0) * scale
-    tl.store(DQUERY + row[:, None] * stride_qn + column[None, :], dq.to(DQUERY.dtype.element_ty), inside)
 
 
 def backward_config(d_head: int, dtype: torch.dtype) -> dict[str, int]:
@@ -263,12 +252,16 @@ def backward_config(d_head: int, dtype: torch.dtype) -> dict[str, int]:
     return {"M": 32, "N": 128, "num_warps": 8, "num_stages": 2}
 
 
-def backward(
-    dout: Tensor, dedges: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, documents: Tensor | None,
-    out: Tensor, lse: Tensor, scale: float, causal: bool, window: int, sample: bool, seed: int,
-    config: dict[str, int] | None = None,
+def accumulate(
+    dout: Tensor, dedges: Tensor | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None,
+    documents: Tensor | None, out: Tensor, lse: Tensor, scale: float, causal: bool, window: int, sample: bool,
+    seed: int | Tensor, config: dict[str, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv, dbias) for gradients `dout` at out and `dedges` [batch, n_heads] at edges; rest as in `forward`."""
+    """Gradients as the main pass leaves them, for gradients `dout` at out and `dedges` [batch, n_heads] at edges.
+
+    dq / scale [batch, n_heads, queries, d_head] in fp32; dk and dv of every query head [batch, n_heads, keys, d_head];
+    dbias [batch, n_heads]. The rest as in `forward`. `op.finished` makes of them what they are called.
+    """
     batch, n_heads, queries, d_head = q.shape
     n_kv_heads, keys = k.shape[1:3]
     group = n_heads // n_kv_heads
@@ -281,38 +274,32 @@ def backward(
 
     # One zeroed buffer: dq in fp32, then one flag per head for "wide".
     accumulated = torch.zeros(total * d_head + heads, dtype=torch.float32, device=device)
-    wide = accumulated[total * d_head :]
+    dq, wide = accumulated[: total * d_head].view(batch, n_heads, queries, d_head), accumulated[total * d_head :]
     rows = torch.empty(4, total, dtype=torch.float32, device=device)
     launch(
-        rows_kernel, (ceil_div(queries, 64), heads), (out, dout, lse, rows, wide), (signed_seed(seed),),
-        (*out.stride()[:3], *dout.stride()[:3], n_heads, queries, keys, total), (d_head, block_d, 64, sample),
+        rows_kernel, (ceil_div(queries, 64), heads), (out, dout, lse, rows, wide), (kernel_seed(seed),),
+        (*out.stride()[:3], *dout.stride()[:3], n_heads, queries, keys, total),
+        (d_head, block_d, 64, sample, isinstance(seed, Tensor)),
         num_warps=4,
     )  # fmt: skip
 
-    # Grouped heads each write their own dk and dv, summed below: more blocks, evenly loaded, no waiting.
+    # Grouped heads each write their own dk and dv, summed later: more blocks, evenly loaded, no waiting.
     if group == 1:
         dk, dv = torch.empty_like(k), torch.empty_like(v)
     else:
-        grouped = k.new_empty(2, batch, n_heads, keys, d_head)
-        dk, dv = grouped.unbind(0)
+        dk, dv = (x.new_empty(batch, n_heads, keys, d_head) for x in (k, v))
     tiles = ceil_div(keys, N)
     dbias = torch.empty(batch, n_heads, tiles, dtype=torch.float32, device=device)
     bounds = None if documents is None else document_bounds(documents, queries, N, M, True)
+    dedges = None if bias is None or dedges is None else dedges.contiguous()
     launch(
         backward_kernel, (tiles, heads),
-        (q, k, v, bias, documents, bounds, column_key_table(keys, device), dout, dedges.contiguous(), lse, rows, wide,
-         accumulated, dk, dv, dbias),
+        (q, k, v, bias, documents, bounds, column_key_table(keys, device), dout, dedges, lse, rows, wide,
+         dq, dk, dv, dbias),
         (scale * LOG2E.value, scale),
         (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
          n_heads, group, queries, keys, window, total),
-        (d_head, block_d, M, N, causal, window > 0, documents is not None, sample),
+        (d_head, block_d, M, N, causal, window > 0, documents is not None, sample, bias is None),
         **FUSED, **config,
     )  # fmt: skip
-    dq = torch.empty_like(q)
-    launch(
-        finish_kernel, (ceil_div(queries, 64), heads), (accumulated, dq), (scale,),
-        (*dq.stride()[:3], n_heads, queries), (d_head, block_d, 64), num_warps=4,
-    )  # fmt: skip
-    if group > 1:  # bf16 in and out, fp32 inside
-        dk, dv = grouped.view(2, batch, n_kv_heads, group, keys, d_head).sum(3).unbind(0)
-    return dq, dk, dv, dbias.sum((0, 2))
+    return dq, dk, dv, dbias.sum(-1)

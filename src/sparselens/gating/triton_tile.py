@@ -46,6 +46,15 @@ def mix(x):
 
 
 @triton.jit
+def seed_of(seed, IN_MEMORY: tl.constexpr):
+    """The seed, which is a number or the address of one: what compiled graphs and graph replays can change."""
+    if IN_MEMORY:
+        return tl.load(seed)
+    else:
+        return seed
+
+
+@triton.jit
 def row_keys(seed, batch_head, position):
     """Slope and offset of the rows at these positions (reference.row_keys)."""
     head = mix(batch_head.to(tl.uint32) * _GOLDEN + seed.to(tl.uint32))
@@ -208,8 +217,3 @@ def column_key_table(keys: int, device: torch.device) -> Tensor:
 def unit_stride(x: Tensor) -> Tensor:
     """x with its last dimension contiguous, which is all the kernels ask for."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def signed_seed(seed: int) -> int:
-    """The low 32 bits of `seed` as an int32, so that one compiled kernel serves every seed."""
-    return ((seed & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000

@@ -3,10 +3,14 @@
 Registered under the name "sparselens". Keyword arguments of `model(...)` that reach the gates:
     gate_sample   draw the gates (training) instead of opening them where G > 0
     gate_seed     seed of the draw; layer, batch, head, query and key are mixed in. (seed, n): draw as the sequences of
-                  a larger batch would, from its n-th on
+                  a larger batch would, from its n-th on. None: what `keep_seeds` left on the attention modules
     gate_output   what comes back in `outputs.attentions[layer]` with output_attentions=True: "pattern" (default) and
                   "margin" [batch, n_heads, queries, keys]: gate * softmax, and G = S + b; "edges" [batch, n_heads, 2]:
-                  open edges and allowed pairs, in linear memory
+                  open edges and allowed pairs, in linear memory. "kept": nothing comes back; the counts wait on the
+                  attention modules for `take_counts`
+
+Compiled blocks are one graph each with `gate_seed=None, gate_output="kept"`: seeds are tensors, so that no step
+compiles anew, and counts leave without transformers' hooks, which no graph can hold.
 """
 
 import functools
@@ -18,23 +22,55 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from ..gating import PatternOptions, gated_attention, gated_pattern
-from ..gating.reference import later_seed, layer_seed
-from .architectures import architecture
+from ..gating import PatternOptions, dense_attention, gated_attention, gated_pattern
+from ..gating.reference import kernel_seed, later_seed, layer_seed
+from .architectures import architecture, attention_modules, base_model, dimensions
 
 NAME = "sparselens"
+UNGATED = "sparselens-ungated"  # the same kernels for a dense model; no folder ever says so
 DENSE_SHARE = 0.25  # |attention output| / |values| in a dense model: 0.2 to 0.6 in Gemma-3-270m
 LEAST_FACTOR = 1e-3  # where nothing is left the norm's own epsilon, usually 1e-6, bounds its gradient at 1e3
 
 
-# The seed changes with every step and layer: a compiled block calls this as it is.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+Seed = int | tuple[int, int]  # of a whole batch; of its sequences from the n-th on
+
+
 def gated_attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+    gate_output: str = "edges", **options: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(value mixes [batch, queries, n_heads, d_head], what `gate_output` asks for), as transformers wants them."""
+    if gate_output == "kept":
+        out, edges, used = _attend(module, query, key, value, attention_mask, **options)
+        module.kept_counts = (edges, used["mask"], used["window"], query.shape[2], key.shape[2])  # type: ignore
+        return out.transpose(1, 2), None
+    asked = {**options, "gate_output": gate_output}
+    return _attend_and_tell(module, query, key, value, attention_mask, **asked)  # type: ignore[no-any-return]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_and_tell(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, gate_output: str,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out, edges, used = _attend(module, query, key, value, attention_mask, **options)
+    if gate_output == "edges":
+        pairs = pairs_once(used["mask"], query.shape[2], key.shape[2], used["window"], query.device, edges.dtype)
+        attentions = torch.stack([edges, pairs.expand_as(edges)], dim=-1)
+    elif gate_output in ("pattern", "margin"):
+        pattern, _edges = gated_pattern(query, key, module.gate_bias, **used)  # type: ignore[arg-type]
+        attentions = pattern.weights if gate_output == "pattern" else pattern.margin
+    else:
+        raise ValueError(f"gate_output={gate_output!r}: expected 'edges', 'pattern', 'margin' or 'kept'")
+    return out.transpose(1, 2), attentions
+
+
+def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None,
-    gate_sample: bool = False, gate_seed: int | tuple[int, int] = 0, gate_output: str = "edges", **_: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(value mixes [batch, queries, n_heads, d_head], what `gate_output` asks for), as transformers wants them."""
+    gate_sample: bool = False, gate_seed: Seed | None = 0, **_: Any,
+) -> tuple[Tensor, Tensor, PatternOptions]:  # fmt: skip
+    """(value mixes [batch, n_heads, queries, d_head], edges [batch, n_heads], how it looked)."""
     bias = getattr(module, "gate_bias", None)
     if bias is None:
         raise ValueError(
@@ -43,28 +79,49 @@ def gated_attention_forward(
         )
     if dropout:
         raise ValueError(f"gated attention has no dropout (got {dropout}); set the config's attention dropout to 0")
-    seed, first = gate_seed if isinstance(gate_seed, tuple) else (gate_seed, 0)
+    seed: int | Tensor = 0
+    if gate_sample and gate_seed is None:
+        seed = module.kept_seed  # type: ignore[assignment]
+    elif gate_sample:
+        seed = seed_of_layer(gate_seed, module.layer_idx, query.shape[1])  # type: ignore[arg-type]
     complete = attention_mask is not None and attention_mask.ndim == 4
     if complete and attention_mask.dtype != torch.bool:  # type: ignore[union-attr]
         attention_mask = attention_mask > torch.finfo(attention_mask.dtype).min / 2  # type: ignore
     window = None if complete else sliding_window  # a 4-dimensional mask already says everything
-    options = PatternOptions(
-        scale=scaling, causal=not complete, window=window, softcap=softcap, mask=attention_mask, sample=gate_sample,
-        seed=later_seed(layer_seed(seed, module.layer_idx), first, query.shape[1]),  # type: ignore[arg-type]
-        normalise=module.config.sparselens["normalise"],  # type: ignore[union-attr,index,typeddict-item]
-    )  # fmt: skip
+    options: PatternOptions = {  # a plain dict: dynamo cannot trace the making of a TypedDict
+        "scale": scaling, "causal": not complete, "window": window, "softcap": softcap, "mask": attention_mask,
+        "sample": gate_sample, "seed": seed, "normalise": module.config.sparselens["normalise"],  # type: ignore
+    }  # fmt: skip
     out, edges = gated_attention(query, key, value, bias, **options)
     if module.training and architecture(module.config).attention_post:
         out = bounded(out, value)
-    if gate_output == "edges":
-        pairs = pairs_once(attention_mask, query.shape[2], key.shape[2], window, query.device, edges.dtype)
-        attentions = torch.stack([edges, pairs.expand_as(edges)], dim=-1)
-    elif gate_output in ("pattern", "margin"):
-        pattern, _edges = gated_pattern(query, key, bias, **options)
-        attentions = pattern.weights if gate_output == "pattern" else pattern.margin
-    else:
-        raise ValueError(f"gate_output={gate_output!r}: expected 'edges', 'pattern' or 'margin'")
-    return out.transpose(1, 2), attentions
+    return out, edges, options
+
+
+def seed_of_layer(seed: Seed, layer: int, n_heads: int) -> int:
+    """What one layer draws from: 32 bits."""
+    seed, first = seed if isinstance(seed, tuple) else (seed, 0)
+    return later_seed(layer_seed(seed, layer), first, n_heads)
+
+
+def keep_seeds(model: nn.Module, seed: Seed) -> None:
+    """Leave every layer's seed on its attention module, for passes with gate_seed=None."""
+    modules = attention_modules(model)
+    n_heads = dimensions(base_model(model).config).n_heads
+    words = [kernel_seed(seed_of_layer(seed, module.layer_idx, n_heads)) for module in modules]  # type: ignore[arg-type]
+    device = next(modules[0].parameters()).device
+    for module, word in zip(modules, torch.tensor(words, dtype=torch.int32).to(device).split(1), strict=True):
+        module.kept_seed = word  # type: ignore[assignment]
+
+
+def take_counts(model: nn.Module) -> Tensor:
+    """The open edges and allowed pairs that a pass with gate_output="kept" left: [n_layers, batch, n_heads, 2]."""
+    layers = []
+    for module in attention_modules(model):
+        edges, mask, window, queries, keys = module.__dict__.pop("kept_counts")
+        pairs = pairs_once(mask, queries, keys, window, edges.device, edges.dtype)
+        layers.append(torch.stack([edges, pairs.expand_as(edges)], dim=-1))
+    return torch.stack(layers)
 
 
 def refuse_other_attention(module: nn.Module, *_: Any) -> None:
@@ -172,5 +229,20 @@ def _causal_pairs(queries: int, keys: int, window: int | None, device: torch.dev
         return count_pairs(None, queries, keys, window, device).to(dtype)[:, None]
 
 
+def dense_attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, sliding_window: int | None = None, dropout: float = 0.0, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """A dense model's attention by the kernels of the sparse one: for training, where documents are packed."""
+    if getattr(module, "gate_bias", None) is not None:
+        raise ValueError(f"this attention has gates; {UNGATED!r} would open all of them")
+    if dropout or (attention_mask is not None and attention_mask.ndim == 4):
+        raise ValueError(f"{UNGATED!r} has no dropout and no mask of queries x keys")
+    out = dense_attention(query, key, value, scaling, mask=attention_mask, window=sliding_window)
+    return out.transpose(1, 2), None
+
+
 AttentionInterface.register(NAME, gated_attention_forward)
 AttentionMaskInterface.register(NAME, document_mask)
+AttentionInterface.register(UNGATED, dense_attention_forward)
+AttentionMaskInterface.register(UNGATED, document_mask)

@@ -137,11 +137,15 @@ class Trainee(ABC):
         """What precedes the first step of a run that is not resumed."""
 
     @abstractmethod
-    def gradients(self) -> tuple[float, int]:
-        """Leave the gradients of the next step in the parameters; returns its loss and how many tokens it took."""
+    def gradients(self) -> tuple[Tensor, int]:
+        """Leave the gradients of the next step in the parameters; returns its numbers, the loss first, and how many
+        tokens it took. The device may still be at work on all of them."""
+
+    def meanwhile(self) -> None:  # noqa: B027
+        """What can be begun of the next step before this one's numbers are there: a GPU need not wait for the host."""
 
     @abstractmethod
-    def stepped(self, loss: float, tokens: int, seconds: float) -> MetricsLine:
+    def stepped(self, numbers: list[float], tokens: int, seconds: float) -> MetricsLine:
         """Take in an update that was made; returns what metrics.jsonl shall say of it."""
 
     @abstractmethod
@@ -207,8 +211,12 @@ def update(trainee: Trainee) -> MetricsLine | None:
     began = time.perf_counter()
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * learning_rate(progress.step, settings)
-    loss, tokens = trainee.gradients()
-    norm = float(distributed.whole(nn.utils.clip_grad_norm_(trainee.parameters.values(), settings.clip)))
+    found, tokens = trainee.gradients()
+    norms = distributed.whole(nn.utils.clip_grad_norm_(trainee.parameters.values(), settings.clip))
+    numbers_of, norm_of = read_later(found), read_later(norms)
+    trainee.meanwhile()
+    numbers, norm = numbers_of(), float(norm_of())
+    loss = numbers[0]
     progress.data += settings.batch
     progress.step += 1
     if not (math.isfinite(norm) and math.isfinite(loss)):
@@ -220,7 +228,7 @@ def update(trainee: Trainee) -> MetricsLine | None:
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     line: MetricsLine = {"step": progress.step, "loss": loss, "grad_norm": norm}
-    line |= trainee.stepped(loss, tokens, time.perf_counter() - began)
+    line |= trainee.stepped(numbers, tokens, time.perf_counter() - began)
     evaluates = progress.step % settings.evaluate_every == 0 or progress.step == settings.steps
     if (evaluates or progress.step % settings.checkpoint_every == 0) and not finite(trainee.parameters):
         # Before it is kept as a checkpoint or as the best state: the step after would notice too late.
@@ -229,6 +237,21 @@ def update(trainee: Trainee) -> MetricsLine | None:
         line |= trainee.evaluate()
     line["tokens_per_second"] = round(tokens / (time.perf_counter() - began))
     return line
+
+
+def read_later(values: Tensor) -> Callable[[], Any]:
+    """The numbers of a tensor when they are asked for; what is sent to a GPU until then does not delay them."""
+    if not values.is_cuda:
+        return values.tolist
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+
+    def read() -> Any:
+        event.synchronize()
+        return copy.tolist()
+
+    return read
 
 
 def discard(trainee: Trainee, loss: float, norm: float) -> None:

@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from ..config import Training
 from ..data.batches import Batches
 from ..models.architectures import blocks
-from ..models.loading import is_gated
 from ..runs import distributed
 from ..runs.checkpoints import checkpoint_states, fill, load_checkpoint, save_checkpoint
 from ..runs.rows import MetricsLine
+from .compilation import faster
 from .controllers import Budget, Constraint
-from .copies import faster, fused, recompute
+from .copies import recompute
 from .engine import Progress, Trainee, make_optimizer, run
+from .head import head_to_leave_out, plain_head, stretched_loss
 from .measure import forward, in_bf16, measure, out_of_memory, token_kl, token_losses
 
 PARTING = 0.2  # nats between training and held-out loss, beyond where they started, that deserve a warning
@@ -77,6 +78,8 @@ class Stage(Trainee):
     micro: int = 0  # sequences at once
     density: float = 0.0  # of the last step
     kept: dict[str, Tensor] | None = None  # the best state so far, until the next checkpoint writes it
+    ahead: tuple[tuple[int, int], dict[str, Tensor]] | None = None  # sequences made before they were asked for
+    taught: Tensor | None = None  # what the teacher's pass over them gave, head left out
 
     def __post_init__(self) -> None:
         self.runner = self.model
@@ -100,14 +103,36 @@ class Stage(Trainee):
         options = {"enabled": in_bf16(self.settings.precision), "cache_enabled": not distributed.sharded()}
         return torch.autocast(distributed.device(), torch.bfloat16, **options)
 
-    def gradients(self) -> tuple[float, int]:
+    def gradients(self) -> tuple[Tensor, int]:
         while (found := accumulate(self)) is None:
             self.optimizer.zero_grad(set_to_none=True)
             self.micro = smaller(self)
-        loss, self.density = found
-        return loss, self.settings.batch * self.batches.length
+        return found, self.settings.batch * self.batches.length
 
-    def stepped(self, loss: float, tokens: int, seconds: float) -> MetricsLine:
+    def next_batch(self, first: int, count: int) -> dict[str, Tensor]:
+        """Training sequences first ... first + count - 1, where the model is."""
+        where, batch = self.ahead or (None, {})
+        self.ahead = None
+        if where == (first, count):
+            return batch
+        self.taught = None  # of other sequences
+        made = self.batches.train(first, count)
+        return {name: value.to(distributed.device()) for name, value in made.items()}
+
+    def meanwhile(self) -> None:
+        """The next step's first sequences, and what the teacher says of them: neither depends on the step at hand."""
+        if not torch.cuda.is_available():  # a CPU has nothing to do meanwhile
+            return
+        first = self.progress.data + self.settings.batch + distributed.rank() * self.micro
+        made = self.batches.train(first, self.micro)
+        batch = {name: value.pin_memory().to("cuda", non_blocking=True) for name, value in made.items()}
+        self.ahead = (first, self.micro), batch
+        if self.teacher is not None and (head := plain_head(self.teacher)) is not None:
+            with torch.no_grad(), self.autocast():
+                self.taught = forward(self.teacher, batch, head=head).logits
+
+    def stepped(self, numbers: list[float], tokens: int, seconds: float) -> MetricsLine:
+        loss, self.density = numbers
         if self.constraint is None:
             return {}
         self.constraint.step(loss, self.density, (self.progress.step - 1) / self.settings.steps)
@@ -208,8 +233,8 @@ def tracker(stage: Stage) -> Iterator[Callable[[MetricsLine], None] | None]:
             one.finish()
 
 
-def accumulate(stage: Stage) -> tuple[float, float] | None:
-    """Gradients of one step, `micro` sequences at a time: (loss, density), or None where the memory was not enough.
+def accumulate(stage: Stage) -> Tensor | None:
+    """Gradients of one step, `micro` sequences at a time: [loss, density], or None where the memory was not enough.
 
     A sequence draws the same gates wherever the batch is cut. (Loss and density are means over the parts: with packed
     documents, of which each part has other ones, their size changes the density in its fourth digit.)
@@ -217,28 +242,25 @@ def accumulate(stage: Stage) -> tuple[float, float] | None:
     """
     settings, progress, micro = stage.settings, stage.progress, stage.micro
     sample = stage.constraint is not None and stage.constraint.sampled(progress.step / settings.steps)
-    total_loss = total_density = 0.0
+    total = torch.zeros(2, dtype=torch.float64, device=distributed.device())  # loss, density; read later
     round_size = micro * distributed.world()
     chunks = settings.batch // round_size
     seed = seed_of(settings.seed, progress.step)
     try:
         for first in range(distributed.rank() * micro, settings.batch, round_size):
-            batch = stage.batches.train(progress.data + first, micro)
-            batch = {name: value.to(distributed.device()) for name, value in batch.items()}
+            batch = stage.next_batch(progress.data + first, micro)
             with distributed.accumulating(stage.runner, more=first + round_size < settings.batch):
                 with stage.autocast():
                     loss, density = loss_and_density(stage, batch, (seed, first), sample)
                 objective = stage.constraint.objective(loss, density) if stage.constraint else loss
                 (objective / chunks).backward()
-            total_loss += loss.item() / chunks
-            total_density += density.item() / chunks
+            total += torch.stack([loss.detach().double(), density.detach().double()]) / chunks
     except (RuntimeError, MemoryError) as error:
         # One process of several cannot do its part again alone: the others wait for it in the middle of theirs.
         if not out_of_memory(error) or distributed.world() > 1:
             raise
         return None  # not from here: the traceback holds the tensors that were too many
-    means = distributed.mean(torch.tensor([total_loss, total_density], dtype=torch.float64))
-    return means[0].item(), means[1].item()
+    return distributed.mean(total)
 
 
 def seed_of(seed: int, step: int) -> int:
@@ -271,20 +293,31 @@ def loss_and_density(
     With sampled gates the density is the expected one; otherwise it is what is open, with the same gradient. Several
     processes divide by the mean of their tokens and pairs, so that the mean of their results is that of all together.
     """
-    gated = is_gated(stage.model)
-    output = forward(stage.runner, batch, **({"gate_sample": sample, "gate_seed": seed} if gated else {}))
     labels = batch["labels"]
-    if stage.teacher is None:
-        losses = fused(token_losses, output.logits)(output.logits, labels)
-    else:
+    head = head_to_leave_out(stage.model, labels.numel(), always=labels.is_cuda)
+    base_head = None
+    if head is not None and stage.teacher is not None:  # the loss takes both in the same stretches
+        base_head = plain_head(stage.teacher)
+        head = None if base_head is None else head
+    output = forward(stage.runner, batch, head=head, sample=sample, seed=seed)
+    reference, stage.taught = stage.taught, None
+    if head is None or base_head is None:
+        reference = None
+    if reference is None and stage.teacher is not None:
         with torch.no_grad():
-            reference = forward(stage.teacher, batch).logits
-        losses = fused(token_kl, output.logits)(reference, output.logits, labels)
-    loss = losses.sum() / distributed.mean((labels != -100).sum())
-    if not gated:
+            reference = forward(stage.teacher, batch, head=base_head).logits
+    if head is not None:
+        base = None if reference is None or base_head is None else (reference, base_head)
+        loss = stretched_loss(output.logits, head, labels, base)
+    elif reference is None:
+        loss = token_losses(output.logits, labels).sum()
+    else:
+        loss = token_kl(reference, output.logits, labels).sum()
+    loss = loss / distributed.mean((labels != -100).sum())
+    if output.counts is None:
         return loss, torch.zeros((), device=loss.device)
-    counts = torch.stack(output.attentions)  # [n_layers, batch, n_heads, 2]: edges, pairs
-    return loss, counts[..., 0].sum() / distributed.mean(counts[..., 1].sum())
+    edges, pairs = output.counts.unbind(-1)
+    return loss, edges.sum() / distributed.mean(pairs.sum())
 
 
 def warn_if_parting(stage: Stage, heldout: float) -> None:

@@ -3,16 +3,19 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data.batches import Batches
+from ..models.attention import Seed, keep_seeds, take_counts
 from ..models.loading import is_gated
 from ..runs import distributed
 from ..runs.rows import EvaluationRow
+from .compilation import in_one_graph
+from .head import head_to_leave_out, without_head
 
 
 @dataclass
@@ -83,12 +86,34 @@ def _each(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     return torch.cat([function(*parts) for parts in zip(*(t.split(1) for t in tensors), strict=True)])
 
 
-def forward(model: nn.Module, batch: dict[str, Tensor], **options: Any) -> Any:
-    """Run the model on a batch: no cache (it would hide packing from transformers), edge counts where it has gates."""
+class Passed(NamedTuple):
+    """What came out of a forward pass."""
+
+    logits: Tensor  # [batch, tokens, vocabulary]; without the head the last hidden states
+    counts: Tensor | None  # [n_layers, batch, n_heads, 2]: open edges and allowed pairs, where there are gates
+
+
+def forward(
+    model: nn.Module, batch: dict[str, Tensor], *, head: nn.Linear | None = None, sample: bool = False, seed: Seed = 0
+) -> Passed:
+    """Run the model on a batch: no cache (it would hide packing from transformers), edge counts where it has gates.
+
+    head: leave this out, which is its last part. sample, seed: of the gates.
+    """
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    if is_gated(getattr(model, "module", model)):  # seen through DDP
-        options = {"output_attentions": True, "gate_output": "edges"} | options
-    return model(**inputs, use_cache=False, **options)
+    plain = getattr(model, "module", model)  # seen through DDP
+    with without_head(head) if head is not None else nullcontext():
+        if not is_gated(plain):
+            return Passed(model(**inputs, use_cache=False).logits, None)
+        if in_one_graph(plain):
+            if sample:
+                keep_seeds(plain, seed)
+            output = model(**inputs, use_cache=False, gate_sample=sample, gate_seed=None, gate_output="kept")
+            return Passed(output.logits, take_counts(plain))
+        output = model(
+            **inputs, use_cache=False, gate_sample=sample, gate_seed=seed, gate_output="edges", output_attentions=True
+        )
+        return Passed(output.logits, torch.stack(output.attentions))
 
 
 def in_bf16(precision: str, device: str | None = None) -> bool:
@@ -125,6 +150,24 @@ def out_of_memory(error: BaseException) -> bool:
     )
 
 
+def _logits(found: Tensor, head: nn.Linear | None) -> Tensor:
+    """What a pass with or without the head gave, as logits."""
+    return found if head is None else head(found)  # type: ignore[no-any-return]
+
+
+def _row(logits: Tensor, reference: Tensor | None, labels: Tensor) -> Tensor:
+    """Loss, KL to the reference, agreement with it, all right: [4, sequences]. Without reference two rows of zeros."""
+    labelled = labels != -100
+    used, likeliest = labelled.sum(1), logits.argmax(-1)
+    losses = _each(token_losses, logits, labels).sum(1) / used
+    right = ((likeliest == labels) | ~labelled).all(1).float()
+    if reference is None:
+        return torch.stack([losses, torch.zeros_like(losses), torch.zeros_like(losses), right])
+    divergence = _each(token_kl, reference, logits, labels).sum(1) / used
+    agreement = ((likeliest == reference.argmax(-1)) & labelled).sum(1) / used
+    return torch.stack([losses, divergence, agreement, right])
+
+
 @torch.no_grad()
 def _measure(
     model: nn.Module, batches: Batches, start: int, count: int, micro_batch: int, base: nn.Module | None,
@@ -132,6 +175,8 @@ def _measure(
 ) -> Measurement:  # fmt: skip
     device = next(model.parameters()).device
     gated = is_gated(model)
+    tokens = micro_batch * batches.length
+    head, base_head = (None if one is None else head_to_leave_out(one, tokens) for one in (model, base))
     losses, divergences, agreement, correct = (torch.zeros(count, device=device) for _ in range(4))
     queries = torch.zeros((), dtype=torch.int64, device=device)
     counts = torch.zeros((), dtype=torch.float64, device=device)
@@ -140,21 +185,23 @@ def _measure(
         batch = batches.heldout(start + first, max(n, 1))
         batch = {name: value.to(device) for name, value in batch.items()}
         labels = batch["labels"]
-        used = (labels != -100).sum(1)
         mine = slice(first, first + n)
         with autocast or nullcontext():
-            output = forward(model, batch)
-        likeliest = output.logits.argmax(-1)
-        losses[mine] = (_each(token_losses, output.logits, labels).sum(1) / used)[:n]
-        correct[mine] = ((likeliest == labels) | (labels == -100)).all(1)[:n].float()
-        queries += labels[:n].numel()
-        if base is not None:
+            output = forward(model, batch, head=head)
+            reference = None if base is None else forward(base, batch, head=base_head).logits
+        rows = torch.zeros(4, len(labels), device=device)
+        # Without heads a sequence at a time: its logits are made here.
+        step = len(labels) if head is None and base_head is None else 1
+        for i in range(0, len(labels), step):
+            here = slice(i, i + step)
             with autocast or nullcontext():
-                reference = forward(base, batch).logits
-            divergences[mine] = (_each(token_kl, reference, output.logits, labels).sum(1) / used)[:n]
-            agreement[mine] = (((likeliest == reference.argmax(-1)) & (labels != -100)).sum(1) / used)[:n]
-        if gated:
-            counts = counts + torch.stack(output.attentions)[:, :n].double().sum(1)  # [n_layers, n_heads, 2]
+                logits = _logits(output.logits[here], head)
+                wanted = None if reference is None else _logits(reference[here], base_head)
+            rows[:, here] = _row(logits, wanted, labels[here])
+        losses[mine], divergences[mine], agreement[mine], correct[mine] = rows[:, :n]
+        queries += labels[:n].numel()
+        if output.counts is not None:
+            counts = counts + output.counts[:, :n].double().sum(1)  # [n_layers, n_heads, 2]
     counts = distributed.total(counts).cpu()
     return Measurement(
         losses=distributed.total(losses).cpu(), kl=distributed.total(divergences).cpu() if base is not None else None,

@@ -23,7 +23,7 @@ from ..models.architectures import dimensions
 from ..models.loading import SAFE, access, refusing
 from ..runs import distributed
 from ..runs.run import free_disk
-from .copies import COMPILE_FROM
+from .compilation import COMPILE_FROM
 from .dry_run import count_step, time_step
 from .sparsify import STEERING_SHARE, disk, fitting, overridden
 
@@ -188,7 +188,7 @@ class Job:
 
     @property
     def compiled(self) -> bool:
-        """Whether the run will compile its blocks (copies.compiles)."""
+        """Whether the run will compile its blocks (compilation.compiles)."""
         training = self.settings.training
         auto = training.compile == "auto" and training.steps >= COMPILE_FROM and not self.sharded
         return self.gpu and (training.compile == "yes" or auto)

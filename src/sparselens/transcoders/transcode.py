@@ -149,7 +149,7 @@ class TranscoderStage(Trainee):
             raise ValueError("the model's activations are not finite on this data; there is nothing to learn from")
         self.learner.begin(inputs, outputs)
 
-    def gradients(self) -> tuple[float, int]:
+    def gradients(self) -> tuple[Tensor, int]:
         settings, step = self.settings, self.progress.step
         self.sparsity = settings.sparsity * min(1.0, (step + 1) / max(1.0, settings.sparsity_warmup * settings.steps))
         inputs, outputs = self.activations(self.progress.data + distributed.rank() * self.share, self.share)
@@ -159,9 +159,9 @@ class TranscoderStage(Trainee):
         self.errors, self.l0, self.fired = losses.errors.detach(), losses.l0, losses.fired
         tokens = int(distributed.total(torch.tensor(len(inputs[0]))))
         self.progress.tokens += tokens
-        return distributed.mean(loss).item(), tokens
+        return distributed.mean(loss.detach())[None], tokens
 
-    def stepped(self, loss: float, tokens: int, seconds: float) -> MetricsLine:
+    def stepped(self, numbers: list[float], tokens: int, seconds: float) -> MetricsLine:
         self.progress.seconds += seconds
         self.learner.note_fired(self.fired, tokens)
         errors, l0 = (distributed.mean(one).tolist() for one in (self.errors, self.l0))

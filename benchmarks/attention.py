@@ -1,6 +1,6 @@
 """Everything docs/kernels.md says about speed: `sparselens bench kernels`, inference with open gates, a training step.
 
-    python benchmarks/kernels.py --json results/kernels-h200.json        # one CUDA device, about two minutes
+    python benchmarks/attention.py --json results/kernels-h200.json        # one CUDA device, about two minutes
 
 After the package's own rows: prefill and decoding with normalise="open" on synthetic gates at two densities, and a
 whole optimiser step of a 135M-parameter Llama, dense and gated.
@@ -34,7 +34,7 @@ def main() -> None:
     path = parser.parse_args().json
     check_writable(path)
     result = bench_kernels()
-    result["environment"]["command"] = "python benchmarks/kernels.py"
+    result["environment"]["command"] = "python benchmarks/attention.py"
     points = [(tokens, density) for density in DENSITIES for tokens in OPEN_TOKENS]
     for tokens, density in points:
         result["rows"] += [told(prefill_row(1, 8, tokens, d_head, density), print) for d_head in (64, 128)]
