@@ -56,7 +56,7 @@ def main() -> None:
     )  # fmt: skip
 
     def text(model, tokenizer, sequences: int | None) -> TextBatches:
-        need = max((sequences or 0) * a.length, a.faces_tokens)
+        need = max(steps * a.batch * a.length, a.faces_tokens)  # the same for all stages: tokenised once
         return TextBatches(a.data, tokenizer, a.length, cache=Path(".sparselens-cache"), need=need)
 
     prompts = {

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import report_pages
 import torch
 from tiny_models import tiny_tokenizer
 from tracing_setup import biased_model
@@ -20,6 +21,7 @@ import sparselens as sl
 from sparselens.attribution.neuronpedia import pairing
 from sparselens.transcoders.transcoder import Transcoder
 
+browser = report_pages.browser
 PROMPT = "w3 w5 w8 w13 w21 w3 w9"
 
 
@@ -108,3 +110,50 @@ def test_its_server(folder, frontend):
         assert get(f"{entry['scan'].removeprefix('./')}/{node['feature']}.json")["label"] == node["clerp"]
     finally:
         server.stop()
+
+
+# The few functions of d3 and its companion that the viewer's data code calls; the libraries come from the net.
+D3 = """
+const order = (x, y) => (x < y ? -1 : x > y ? 1 : 0);
+const by = (list, of) => [...list].sort((a, b) => order(of(a), of(b)));
+window.d3 = {
+  max: (list, of = (d) => d) => list.map(of).reduce((a, b) => (a === undefined || b > a ? b : a), undefined),
+  min: (list, of = (d) => d) => list.map(of).reduce((a, b) => (a === undefined || b < a ? b : a), undefined),
+  sum: (list, of = (d) => d) => list.reduce((total, d) => total + (+of(d) || 0), 0),
+  sort: by, descending: (a, b) => b - a, ascending: (a, b) => a - b, range: (n) => [...Array(n).keys()],
+  extent: (list, of) => [d3.min(list, of), d3.max(list, of)],
+  nestBy: (list, of) => {
+    const groups = new Map();
+    for (const d of list) { const key = of(d); groups.set(key, [...(groups.get(key) ?? []), d]); }
+    return [...groups].map(([key, values]) => Object.assign(values, { key }));
+  },
+};
+"""
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(report_pages.CHROMIUM is None or find_spec("playwright") is None, reason="no browser")
+def test_its_viewers_data_code(folder, frontend, browser):
+    """What its page does with a graph before it draws: every node and link is taken, every logit has its number."""
+    assets = Path(frontend("graph_models").__file__).parent / "assets"
+    page, errors = browser.new_page(), []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.add_script_tag(content=D3)
+    page.add_script_tag(content=(assets / "util.js").read_text())
+    page.add_script_tag(content=(assets / "attribution_graph" / "util-cg.js").read_text())
+    graph = graph_of(folder)
+    shown = page.evaluate(
+        """async (graph) => {
+            const made = (await utilCg.formatData(graph, { pinnedIds: [], clerps: new Map() })) ?? graph;
+            return {
+                nodes: made.nodes.map((d) => [d.node_id, d.clerp, d.logitPct ?? null]), links: made.links.length,
+                features: made.features.length,
+            };
+        }""",
+        graph,
+    )
+    page.close()
+    assert errors == [] and shown["links"] == len(graph["links"]) and shown["features"] > 0
+    assert {node[0] for node in shown["nodes"]} == {node["node_id"] for node in graph["nodes"]}
+    numbers = [number for name, _, number in shown["nodes"] if name.startswith("3_") and number is not None]
+    assert numbers and all(0 <= number <= 1 for number in numbers)
