@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runs import distributed
-from .architectures import base_model
+from .architectures import base_model, blocks
 from .loading import gate_biases, is_gated
 
 EACH, MATRICES = 3, 64  # weights of each matrix; matrices, evenly over the model
@@ -24,7 +24,9 @@ def sketch(model: nn.Module) -> Sketch | None:
     if distributed.is_sharded(model):
         return None
     model = base_model(model)
-    matrices = [p for name, p in model.named_parameters() if p.ndim >= 2 and "lora_" not in name]
+    # Of the blocks alone: a vocabulary may be padded.
+    every = (named for block in blocks(model) for named in block.named_parameters())
+    matrices = [p for name, p in every if p.ndim >= 2 and "lora_" not in name]
     chosen = (
         [matrices[i * len(matrices) // MATRICES] for i in range(MATRICES)] if len(matrices) > MATRICES else matrices
     )
