@@ -55,6 +55,7 @@ def features(
     settings, text = _overridden(settings or Settings(), text or Text(), overrides)
     if isinstance(transcoder, Run):
         transcoder = transcoder.path
+    _refuse_few(settings.tokens)
     folder = None if isinstance(transcoder, Transcoder) else Path(transcoder)
     if folder is None and (model is None or out is None):
         raise ValueError(
@@ -149,14 +150,18 @@ def _sequences(batches: Batches, settings: Settings, say: Callable[[str], None])
     there = batches.describe().get("train_sequences")
     asked = max(1, settings.tokens // batches.length)
     count = min(asked, there) if isinstance(there, int) else asked
-    if count * batches.length < LEAST:
-        raise ValueError(
-            f"{count * batches.length:,} tokens of text are too few: most features would have fired nowhere. Faces "
-            f"need at least {LEAST:,}, better a million; give more text with --data (or raise --tokens)"
-        )
+    _refuse_few(count * batches.length)
     if count < asked:
         say(f"reading {count * batches.length:,} tokens instead of {settings.tokens:,} (--tokens): there are no more")
     return count
+
+
+def _refuse_few(tokens: int) -> None:
+    if tokens < LEAST:
+        raise ValueError(
+            f"{tokens:,} tokens of text are too few: most features would have fired nowhere. Faces need at least "
+            f"{LEAST:,}, better a million; give more text with --data (or raise --tokens)"
+        )
 
 
 class _Pass:
