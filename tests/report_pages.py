@@ -12,7 +12,7 @@ from sparselens.reporting import payload, write_page
 
 CHROMIUM = os.environ.get("SPARSELENS_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu"]
-SECTIONS = ("summary", "training", "attention", "circuits", "attribution")
+SECTIONS = ("summary", "training", "attention", "circuits", "attribution", "features")
 needs_browser = [
     pytest.mark.browser,
     pytest.mark.skipif(find_spec("playwright") is None, reason="playwright is not installed (pip install '.[dev]')"),

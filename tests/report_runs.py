@@ -196,9 +196,41 @@ def write_trace(folder: Path, rng: np.random.Generator, n_layers: int, n_heads: 
             "completeness_error": 2e-6, "scores": {"replacement": 0.7, "completeness": 0.8},
             "agreement": {"pearson": 0.98, "spearman": 0.9, "n": 4}, "looks": [look],
         }  # fmt: skip
+        trace["cut"] = _cut(rng, bad=role == "dense")
+        trace["labels"] = {f"{layer}/{n}": f"the word “{HOSTILE}”" for layer in range(n_layers) for n in range(12)}
+        single = {"source": "feature 5 of layer 0 at 4 'x'", "target": "small", "weight": 2.0, "before": 1.0}
+        single |= {"predicted": -2.0, "measured": -1.5, "predicted_direct": -2.0, "measured_direct": -1.0}
+        trace["interventions"] = {"rows": [single]}
         (folder / role).mkdir(parents=True, exist_ok=True)
         (folder / role / "trace.json").write_text(json.dumps(trace))
+        names = [(layer, n) for layer in range(n_layers) for n in range(12)]
+        (folder / role / "cards.json").write_text(json.dumps({f"{a}/{b}": a_card(a, b) for a, b in names}))
         save_file(_graph_tables(rng, n_layers, last + 1), folder / role / "graph.safetensors")
+
+
+def _cut(rng: np.random.Generator, bad: bool = False) -> dict:
+    """What cutting edges gave; bad: predictions that did not come true."""
+    rows = [{"source": "a", "target": "b", "tangent": 3 * x, "path": -x if bad else x, "measured": x}
+            for x in rng.standard_normal(12).tolist()]  # fmt: skip
+    figures = {
+        "n": 12, "pearson_tangent": 0.7, "spearman_tangent": 0.6, "pearson_path": -1.0 if bad else 0.99,
+        "spearman_path": -1.0 if bad else 0.95, "sign_agreement": 0.0 if bad else 1.0, "n_signs": 5, "norms": 2.1,
+        "patterns": 0.1,
+    }  # fmt: skip
+    return {**figures, "clusters": figures, "features": figures, "within": figures, "cluster_rows": rows[:6],
+            "feature_rows": rows[6:]}  # fmt: skip
+
+
+def a_card(layer: int, feature: int) -> dict:
+    """A feature's card as `sparselens features` writes it, with words that try to be markup."""
+    excerpt = {"text": ["The", " box", HOSTILE, "\n"], "activations": [0, 40, 255, 0], "at": 2, "value": 3.2,
+               "place": [4, 17]}  # fmt: skip
+    return {
+        "layer": layer, "feature": feature, "label": f"the word “word{feature}” {HOSTILE}", "fits": 18, "fires": 320,
+        "share": 0.0032 * (1 + feature), "mean": 1.1, "largest": 3.2 + layer, "histogram": [3, 90, 200, 27],
+        "lowest": 0.7, "promoted": [[" small", 9.1], [HOSTILE, 4.0]], "suppressed": [[" large", -6.0]],
+        "nearest": [[0, 1, 0.71, "the word “word1”"]], "top": [excerpt] * 3, "lower": [{**excerpt, "value": 0.9}],
+    }  # fmt: skip
 
 
 def _graph_tables(rng: np.random.Generator, n_layers: int, n_tokens: int) -> dict[str, np.ndarray]:

@@ -15,8 +15,8 @@ SOURCE = Path(sl.__file__).parent
 MODULES = sorted(SOURCE.rglob("*.py"))
 # From the ground up: a package may import those before it. (docs/architecture.md)
 ORDER = (
-    "config", "gating", "runs", "models", "data", "tasks", "training", "transcoders", "circuits", "attribution",
-    "evaluation", "reporting", "serving", "live", "demo", "cli", "__main__",
+    "config", "gating", "runs", "models", "data", "tasks", "training", "transcoders", "faces", "circuits",
+    "attribution", "evaluation", "reporting", "serving", "live", "demo", "cli", "__main__",
 )  # fmt: skip
 TOP = {"__init__.py", "__main__.py", "config.py", "py.typed"}
 LINES, FUNCTION_LINES = 420, 80

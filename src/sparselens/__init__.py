@@ -10,7 +10,8 @@ __version__ = "0.1.0"
 _NAMES = {
     "attribution.graph": "Graph", "attribution.trace": "trace", "circuits.circuit": "Circuit",
     "circuits.compare": "compare", "circuits.discover": "discover", "config": "Gate Search",
-    "data.registry": "register_data", "data.sample": "write_text", "evaluation.side_by_side": "evaluate",
+    "data.registry": "register_data", "data.sample": "write_text", "faces.features": "features",
+    "faces.store": "Feature", "evaluation.side_by_side": "evaluate",
     "gating": "gated_attention", "models.architectures": "Architecture register_architecture",
     "models.loading": "add_gates load save", "runs.run": "Run", "serving.export": "export push",
     "serving.publish": "report", "live.server": "studio", "tasks": "Pair Task register_task",
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from .data.registry import register_data as register_data
     from .data.sample import write_text as write_text
     from .evaluation.side_by_side import evaluate as evaluate
+    from .faces.features import features as features
+    from .faces.store import Feature as Feature
     from .gating import gated_attention as gated_attention
     from .live.server import studio as studio
     from .models.architectures import Architecture as Architecture, register_architecture as register_architecture

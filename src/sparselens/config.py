@@ -289,6 +289,40 @@ class Transcode:
 
 
 @dataclass(frozen=True)
+class Faces:
+    """What is kept of every feature while text is read."""
+
+    tokens: int = 1_000_000
+    """Tokens to read."""
+    batch: int = 16
+    """Sequences at once."""
+    contexts: int = 20
+    """Strongest contexts per feature, each from a sequence of its own."""
+    samples: int = 2
+    """Contexts from each of five lower bands of activation."""
+    before: int = 15
+    """Tokens shown before the strongest one of a context."""
+    after: int = 5
+    """Tokens shown after it."""
+    words: int = 10
+    """Words a feature promotes and suppresses most."""
+    nearest: int = 5
+    """Features that read and write most alike."""
+    budget: int = 2048
+    """Bytes per feature on disk, compressed; contexts are left out beyond that."""
+    checkpoint_minutes: float = 5.0
+    """Minutes between states to go on from (Ctrl-C writes one as well)."""
+    seed: int = 0
+    """Seed of the samples and of the order of the text."""
+
+    def __post_init__(self) -> None:
+        _expect(self, "at least 1", "tokens", "batch", "contexts", "samples", "words", "budget")
+        _expect(self, "zero or more", "before", "after", "nearest")
+        _expect(self, "a positive number", "checkpoint_minutes")
+        _expect(self, "zero or a positive number below 2^63", "seed")
+
+
+@dataclass(frozen=True)
 class Trace:
     """How a prompt is taken apart."""
 
@@ -308,6 +342,8 @@ class Trace:
     """Links (layer, head, query, key) listed per edge for departure and for arrival; the rest is given as a sum."""
     checks: int = 20
     """Strongest edges between single features to test by intervention, beside all edges between clusters."""
+    cuts: int = 200
+    """Random edges of single features to cut, beside the 40 largest between clusters: do predictions come true?"""
     heads: bool = True
     """Put the carrying heads on every link of the exported graph."""
     memory_mb: int = 1024
@@ -316,7 +352,7 @@ class Trace:
     def __post_init__(self) -> None:
         _check_kinds(self)
         _expect(self, "at least 1", "cluster_edges", "links", "memory_mb")
-        _expect(self, "zero or more", "budget", "checks")
+        _expect(self, "zero or more", "budget", "checks", "cuts")
         _expect(self, "a share above 0, up to 1", "nodes", "edges", "layer_share")
 
 

@@ -100,7 +100,10 @@ def test_nodes_say_what_they_are(graph):
         elif node.kind == "logit":
             assert row["layer"] == str(graph.n_layers + 1) and row["influence"] is None
             target = graph.targets[node.id - (graph.n_nodes - len(graph.targets))]
-            assert ("(p=" in row["clerp"]) == (target["probability"] is not None)
+            assert float(row["clerp"].split("(p=")[1].split(")")[0]) == pytest.approx(
+                target["probability"] or 0, abs=5e-4
+            )  # as circuit-tracer's viewer reads it
+            assert ("(no probability)" in row["clerp"]) == (target["probability"] is None)
         else:
             assert row["feature_type"] == "embedding" and row["layer"] == "E"
 
@@ -156,7 +159,8 @@ def test_files(graph, tmp_path):
     check(found)
     assert found["metadata"]["prompt_tokens"] == hostile.tokens and found["metadata"]["slug"] == "a-b-c"
     assert json.loads((tmp_path / "graph-metadata.json").read_text()) == {"graphs": [found["metadata"]]}
-    assert slug_of("中") == "graph"
+    assert json.loads((tmp_path / "a-b-c.json").read_text()) == found, "where circuit-tracer's server looks for it"
+    assert slug_of("中") == "graph-1" and slug_of("Trace") == "trace-1", "no other file's name"
 
 
 # ---- ids -------------------------------------------------------------------------------------------------------------

@@ -129,7 +129,8 @@ def test_maps_looks_and_closed_gates_of_the_main_edge(compared, folder):
 def test_files(compared, folder):
     out = folder / "out"
     wanted = {"trace.json", "graph.json", "graph.safetensors", "clusters.json", "graph-neuronpedia.json",
-              "graph-metadata.json", "figure4.png", "figure4.svg", "figure4.pdf", "against"}  # fmt: skip
+              "graph-metadata.json", "figure4.png", "figure4.svg", "figure4.pdf", "against",
+              "sparse-w3-w5-w8-w13-w21-w3-w9.json"}  # fmt: skip  # the graph under its slug
     assert {path.name for path in out.iterdir()} == wanted
     assert json.loads((out / "trace.json").read_text()) == compared
     graph = sl.Graph.load(out)

@@ -18,6 +18,7 @@ TRANSCODE = ["transcode", "base", "--data", "text.txt", "--out", "new", "--cache
 DISCOVER = ["discover", "base", "--task", "pairs.jsonl", "--out", "new"]
 COMPARE = ["compare", "base", "base", "--tasks", "pairs.jsonl", "--out", "new"]
 TRACE = ["trace", "run", "--transcoder", "coder", "--prompt", PROMPT, "--out", "new"]
+FEATURES = ["features", "coder", "--data", "text.txt", "--out", "new", "--cache", "cache", "--length", "16"]
 RESUME = ["sparsify", "base", "--data", "text.txt", "--out", "run", "--cache", "cache", "--length", "16",
           "--heldout-tokens", "300", "--batch", "2", "--steps", "20", "--evaluate-every", "10", "--resume"]  # fmt: skip
 
@@ -75,6 +76,14 @@ ARGUMENTS = [
         "--edge nothing", "--edge a->b", "--clusters nothing.json", "--against base", "--against-transcoder coder",
         "--against nothing --against-transcoder coder", "--out text.txt", "--json base",
     )),
+    [*TRACE, "--faces", "nothing"], [*TRACE, "--faces", "coder"], [*TRACE, "--cuts", "-1"],
+    *([*FEATURES, *change.split()] for change in (
+        "--tokens 0", "--tokens 2000", "--batch 0", "--contexts 0", "--samples -1", "--before -1", "--budget 0",
+        "--checkpoint-minutes 0", "--seed -1", "--data nothing.txt", "--data pairs.jsonl", "--out run", "--resume",
+        "--out text.txt", "--model nothing", "--model base", "--labeller nothing", "--labeller json:nothing",
+        "--labeller json:__name__", "--length 1", "--cache text.txt",
+    )),
+    ["features", "nothing"], ["features", "coder", "--out", "new"], ["features", "base", *FEATURES[2:]], ["features"],
     ["trace", "nothing", *TRACE[2:]], ["trace", "run", "--prompt", "w1"], ["trace", "run", "--transcoder", "coder"],
     [*TRACE, "--target", ""], [*TRACE, "--target", "w3 - "], [*TRACE, "--target", " - "], [*TRACE, "--target", "w3 w4"],
     ["evaluate"], ["evaluate", "nothing"], ["evaluate", "base"], ["evaluate", "text.txt"], ["evaluate", "coder"],

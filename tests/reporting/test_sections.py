@@ -89,6 +89,6 @@ class TestInTheBrowser:
         assert shown.page.locator("#weather #sky").text_content().endswith("clouds & <b>no</b> rain")
         shown.page.locator(".bar nav a", has_text="Wetter & Wärme").click()
         assert shown.page.locator("main > section").evaluate_all("all => all.map((one) => one.id)") == [
-            "summary", "training", "attention", "weather", "circuits", "attribution", "studio"
+            "summary", "training", "attention", "weather", "circuits", "attribution", "features", "studio"
         ]  # fmt: skip
         shown.clean()

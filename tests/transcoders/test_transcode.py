@@ -515,7 +515,7 @@ def test_refusals_before_any_work(tmp_path, monkeypatch):
 
 def test_a_transcoder_of_another_shape_is_refused():
     with (
-        pytest.raises(ValueError, match="for 3 layers of width 32, this model has 2 of width 32"),
+        pytest.raises(ValueError, match="has 3 layers of width 32, the model 2 of width 32"),
         replaced(tiny_model("gpt2"), Transcoder.random(3, 5, 32)),
     ):
         pass

@@ -24,6 +24,7 @@ A cluster edge is the sum of all stored edges from nodes of one cluster to nodes
 add up exactly.
 """
 
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Container, Sequence
@@ -39,6 +40,7 @@ from .graph import BIAS, FEATURE, KINDS, LOGIT, Graph, node_name
 from .head_shares import Carried, carry, nothing
 from .rows import Rule, Rules
 
+START = re.compile(r"<[^<>]*>( @0)?")  # <s>, <|endoftext|>, <bos>
 PUSHES = 0.5  # share of a feature's influence that is its own edge to a target
 LAYER_SHARE = 0.9
 QUOTES = frozenset("\"'`“”‘’„‚«»‹›″′")
@@ -369,7 +371,8 @@ def choose_edge(
     """The edge to look at: "source->target" by name, or the one from another position that matters most to the answer.
 
     That is: of all edges into the first output and into the features that push it, from clusters that do not stand at
-    its position, the one through which most influence passes. (Weights into different targets have different units.)
+    its position, the one that raises its target and through which most influence passes. (Weights into different
+    targets have different units.) The token put before the text ("<s>") is left out.
     strict=False, for the second of two models: an edge that does not exist here is one of weight 0, and where one of
     its clusters does not exist, the edge that matters most is taken instead.
     """
@@ -397,10 +400,13 @@ def _named_edge(
 def _strongest_edge(clusters: Sequence[Cluster], edges: Sequence[ClusterEdge]) -> ClusterEdge:
     output = next(i for i, c in enumerate(clusters) if c.kind == "output")
     answers = {output, *(i for i, c in enumerate(clusters) if c.kind == "say")}
-    into = [e for e in edges if e.target in answers and e.source not in answers]
+    # What a model parks on the token before the text is no part of the story.
+    idle = {i for i, c in enumerate(clusters) if c.positions == [0] and START.fullmatch(c.name)}
+    into = [e for e in edges if e.target in answers and e.source not in answers | idle]
     at = clusters[output].positions[0]
     elsewhere = [e for e in into if at not in clusters[e.source].positions]
-    candidates = elsewhere or into or [e for e in edges if e.target == output]
+    raising = [e for e in elsewhere if e.weight > 0]
+    candidates = raising or elsewhere or into or [e for e in edges if e.target == output]
     if not candidates:
         raise ValueError(f"no cluster feeds {clusters[output].name!r}: list more nodes, or trace with a larger budget")
     return max(candidates, key=lambda e: e.flow)

@@ -7,6 +7,7 @@ measured (frozen=False): the model is run again. A held feature writes the diffe
 and what it would be now, through its decoder, on top of what the real MLPs write; attention patterns, gates, norms and
 MLPs are computed anew. A closed gate takes its weight out of the pattern (out of the softmax where gates renormalise).
 With `hold_mlps` the MLPs write what they wrote before, so that only attention and norms react: what an edge is about.
+predicted along the cut (hold_mlps, hold_patterns): norms react, the rest is held. What is left is what patterns do.
 predicted (frozen=True): patterns, norm denominators and errors held. Features active on the prompt follow what reaches
 them (slope 1), inactive ones stay silent; `respond=False` holds all features that are not changed, which leaves direct
 edges alone. The prediction is linear in feature changes and exact for gates and heads of the frozen model.
@@ -66,9 +67,11 @@ class Edit(Rewrite):
 
     def __init__(
         self, replacement: Replacement, scale: Mapping[int, float], set: Mapping[int | Feature, float],
-        close: Sequence[Link], ablate: Sequence[str], hold_mlps: bool = False,
+        close: Sequence[Link], ablate: Sequence[str], hold_mlps: bool = False, hold_patterns: bool = False,
+        less: Mapping[int, Tensor] | None = None,
     ):  # fmt: skip
-        self.replacement, self.hold_mlps = replacement, hold_mlps
+        self.replacement, self.hold_mlps, self.hold_patterns = replacement, hold_mlps, hold_patterns
+        self.less = less or {}
         frozen = replacement.frozen
         self.held: dict[int, dict[tuple[int, int], float]] = {}  # layer -> (position, index) -> value
         self.added = frozen.final.new_zeros(replacement.n_layers + 1, *frozen.final.shape)  # [place, T, D]
@@ -139,6 +142,8 @@ class Edit(Rewrite):
         return x + self.written[0]
 
     def mix(self, layer: int, z: Tensor) -> Tensor:
+        if layer in self.less:
+            z = z - self.less[layer]
         if layer not in self.silent:
             return z
         d_head = self.replacement.frozen.dims.d_head
@@ -158,6 +163,8 @@ class Edit(Rewrite):
 
     def pattern(self, layer: int, heads: slice, weights: Tensor, renormalise: bool) -> Tensor:
         first = heads.start or 0
+        if self.hold_patterns:
+            weights = self.replacement.frozen.pattern(layer, heads)
         inside = [(h - first, q, k) for h, q, k in self.closed.get(layer, []) if 0 <= h - first < len(weights)]
         if not inside:
             return weights
@@ -172,7 +179,8 @@ class Edit(Rewrite):
 def intervene(
     graph: Graph, *, scale: Mapping[int, float] | None = None, set: Mapping[Any, float] | None = None,
     close: Sequence[Link] = (), ablate: Sequence[str] = (), frozen: bool = False, respond: bool = True,
-    hold_mlps: bool = False, watch: Sequence[int] | None = None,
+    hold_mlps: bool = False, hold_patterns: bool = False, less: Mapping[int, Tensor] | None = None,
+    watch: Sequence[int] | None = None,
 ) -> Outcome:  # fmt: skip
     """What targets become when something is changed.
 
@@ -180,11 +188,13 @@ def intervene(
     set: feature, as node id or (layer, position, index), -> activation.
     close: gates as (layer, head, query, key). ablate: heads as "a3.h1", or "a3" for a whole layer.
     frozen: the linear prediction instead of the real model; respond: whether features react in it.
-    hold_mlps: whether the real model's MLPs keep what they wrote (see the top of this file).
+    hold_mlps: whether the real model's MLPs keep what they wrote (see the top of this file); hold_patterns: whether its
+    heads look where they looked, so that norms alone react.
+    less: layer -> [T, n_heads * d_head], taken out of what the real model's heads mix.
     watch: targets to report, features or logits; None: the graph's logits.
     """
     replacement = graph.replacement()
-    edit = Edit(replacement, scale or {}, set or {}, close, ablate, hold_mlps)
+    edit = Edit(replacement, scale or {}, set or {}, close, ablate, hold_mlps, hold_patterns, less)
     logits = range(graph.n_nodes - len(graph.targets), graph.n_nodes)
     nodes = list(logits if watch is None else watch)
     ids = torch.tensor(nodes, dtype=torch.int64, device=replacement.error.device)
@@ -241,6 +251,7 @@ def _respond(r: Replacement, edit: Edit, layer: int, x: Tensor, written: Tensor,
 
 WAYS: dict[str, Callable[..., Outcome]] = {
     "predicted_direct": partial(intervene, frozen=True, respond=False),
+    "predicted_path": partial(intervene, hold_mlps=True, hold_patterns=True),
     "measured_direct": partial(intervene, hold_mlps=True),
     "predicted": partial(intervene, frozen=True),
     "measured": intervene,
@@ -251,7 +262,9 @@ def check_changes(graph: Graph, changes: Sequence[Change], watch: Sequence[Mappi
     """Per change (arguments of `intervene`) and weighted sum of targets: value before, predicted and measured change.
 
     predicted_direct and measured_direct: the same without detours through other features, which is what edges alone
-    say. Predicted with all other features held, measured with all MLPs held.
+    say. Predicted with all other features held, measured with all MLPs held. predicted_path: the gradient averaged from
+    the edge in to the edge out instead of at the uncut model, with the norms moving on the way. Patterns and MLPs held,
+    that average is the difference of two runs, so it is exact: no points to choose.
     """
     rows: list[ChangeRow] = []
     seen: dict[str, dict[str, Outcome]] = {}

@@ -11,7 +11,7 @@
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from .graph import Graph, Node, node_name
 from .head_shares import carry_heads
 from .rows import HeadShare
 
+FEATURES = "features"  # folder of the features' own files
 FEATURE_TYPES = {
     "feature": "cross layer transcoder", "error": "mlp reconstruction error", "token": "embedding",
     "position": "embedding", "logit": "logit",
@@ -35,9 +36,18 @@ def pairing(layer: int, feature: int) -> int:
 
 
 def graph_json(
-    graph: Graph, clusters: Sequence[Cluster] = (), *, slug: str = "graph", scan: str = "model", heads: bool = True
+    graph: Graph,
+    clusters: Sequence[Cluster] = (),
+    *,
+    slug: str = "graph",
+    scan: str = "model",
+    heads: bool = True,
+    labels: Mapping[str, str] | None = None,
 ) -> dict[str, object]:
-    """A graph by Neuronpedia's schema. slug: its name; scan: the model's. heads: name the carriers of every link."""
+    """A graph by Neuronpedia's schema. slug: its name; scan: the model's. heads: name the carriers of every link.
+
+    labels: of features, by "layer/feature".
+    """
     kept = graph.node_kept.nonzero().flatten().tolist()
     names = {i: node_name(graph, i) for i in kept}
     cumulative = _cumulative(graph)
@@ -55,7 +65,7 @@ def graph_json(
             "pinnedIds": [name for group in supernodes for name in group[1:]] + [names[i] for i in kept[-1:]],
             "supernodes": supernodes, "linkType": "both", "clickedId": names[kept[-1]], "sg_pos": "",
         },
-        "nodes": [_node(graph, graph.node(i), names[i], cumulative[i]) for i in kept],
+        "nodes": [_node(graph, graph.node(i), names[i], cumulative[i], labels or {}) for i in kept],
         "links": links,
     }  # fmt: skip
 
@@ -87,12 +97,13 @@ def metadata(graph: Graph, slug: str, scan: str) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _node(graph: Graph, node: Node, name: str, cumulative: float) -> dict[str, object]:
+def _node(graph: Graph, node: Node, name: str, cumulative: float, labels: Mapping[str, str]) -> dict[str, object]:
     layer = {"token": "E", "position": "E", "logit": str(graph.n_layers + 1)}.get(node.kind, str(node.layer))
     numbers = {"feature": pairing(node.layer, node.index), "error": -1, "logit": node.index}
     feature = numbers.get(node.kind, node.position)
     token = graph.tokens[node.position]
-    said = {"token": f'Emb: "{token}"', "position": f"Position {node.position}", "error": f'Err: mlp "{token}"'}
+    said = {"token": f'Emb: "{token}"', "position": f"Position {node.position}", "error": f'Err: mlp "{token}"',
+            "feature": labels.get(f"{node.layer}/{node.index}", "")}  # fmt: skip
     row: dict[str, object] = {
         "node_id": name, "feature": feature, "layer": layer, "ctx_idx": node.position,
         "feature_type": FEATURE_TYPES[node.kind], "jsNodeId": "-".join(name.rsplit("_", 1)),
@@ -104,7 +115,10 @@ def _node(graph: Graph, node: Node, name: str, cumulative: float) -> dict[str, o
         number = node.id - (graph.n_nodes - len(graph.targets))
         target = graph.targets[number]
         probability = target["probability"]
-        row["clerp"] = f'Output "{target["label"]}"' + ("" if probability is None else f" (p={probability:.3f})")
+        # Viewers read the number behind "(p=" and stop without one; a difference or a direction has none to tell.
+        said_label = target["label"].replace("(p=", "(p =")
+        row["clerp"] = f'Output "{said_label}"' + (" (no probability)" if probability is None else "")
+        row["clerp"] = f"{row['clerp']} (p={0 if probability is None else probability:.3f})"
         row |= {"token_prob": 0.0 if probability is None else probability, "is_target_logit": number == 0}
     return row
 
@@ -119,16 +133,32 @@ def _cumulative(graph: Graph) -> list[float]:
 
 
 def write_graph(
-    graph: Graph, clusters: Sequence[Cluster], folder: str | Path, *, slug: str, scan: str, heads: bool = True
+    graph: Graph,
+    clusters: Sequence[Cluster],
+    folder: str | Path,
+    *,
+    slug: str,
+    scan: str,
+    heads: bool = True,
+    labels: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write graph-neuronpedia.json and, beside it, graph-metadata.json; returns the former."""
-    path = Path(folder) / "graph-neuronpedia.json"
-    found = graph_json(graph, clusters, slug=slug_of(slug), scan=scan, heads=heads)
+    """Write graph-neuronpedia.json; SLUG.json and graph-metadata.json for circuit-tracer's server; returns the first.
+
+    Both files hold the same graph. In circuit-tracer's, a scan that begins with "./" says where its viewer finds the
+    features (captions.py writes them): below the folder it serves as /data.
+    """
+    path, slug = Path(folder) / "graph-neuronpedia.json", slug_of(slug)
+    found = graph_json(graph, clusters, slug=slug, scan=scan, heads=heads, labels=labels)
     write_json(path, found)
-    write_json(path.with_name("graph-metadata.json"), {"graphs": [found["metadata"]]})
+    told = metadata(graph, slug, scan if labels is None else f"./data/{FEATURES}/{scan}")
+    write_json(path.with_name(f"{slug}.json"), found | {"metadata": told})
+    write_json(path.with_name("graph-metadata.json"), {"graphs": [told]})
     return path
 
 
 def slug_of(text: str) -> str:
-    """A name that is safe in addresses and file names."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:60] or "graph"
+    """A name that is safe in addresses and file names, and none of the other files' that a trace leaves."""
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:60].strip("-") or "graph"
+    return (
+        f"{name}-1" if name in ("trace", "clusters", "cards", "graph", "graph-metadata", "graph-neuronpedia") else name
+    )

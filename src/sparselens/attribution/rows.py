@@ -41,7 +41,8 @@ class ChangeRow(TypedDict):  # a target when something is removed: its value bef
     before: float
     predicted: float
     measured: float
-    predicted_direct: float  # all other features held
+    predicted_direct: float  # all other features held: the tangent at the uncut model
+    predicted_path: float  # the same along the cut: norms move, attention patterns and MLPs held
     measured_direct: float  # all MLPs held
 
 
@@ -69,11 +70,19 @@ class ClosedRow(ChangeRow):  # what closing the links that carry 80 % of an edge
     links: list[list[int]]  # layer, head, query, key
 
 
+class HeadsCutRow(TypedDict):  # what the source sends through heads, taken out where it arrives; MLPs held
+    n_heads: int  # the listed ones
+    listed: float  # change of the target without what they bring
+    every: float  # without what any head brings: the whole edge
+    share: float | None  # listed / every; None where no head brings anything
+
+
 class MainRow(EdgeRow):  # the edge that was looked at closely
     keys: list[int]  # positions of its source
     queries: list[int]  # and of its target
     attention: list[MapRow]
     closed: ClosedRow
+    heads_cut: HeadsCutRow
 
 
 class FeatureRow(TypedDict):  # a feature of a cluster
@@ -83,6 +92,7 @@ class FeatureRow(TypedDict):  # a feature of a cluster
     feature: int
     activation: float
     influence: float
+    label: NotRequired[str]  # where the transcoder's features have faces
 
 
 class ClusterRow(TypedDict):  # a named group of nodes
@@ -95,6 +105,7 @@ class ClusterRow(TypedDict):  # a named group of nodes
     nodes: list[str]
     top_features: list[FeatureRow]
     sums: dict[str, float]  # value = clusters + within + outside + biases
+    label: NotRequired[str | None]  # what most of its features are called
 
 
 class TermRow(TypedDict):  # one pair of sources in an attention logit
@@ -123,6 +134,34 @@ class Agreement(TypedDict):  # correlations of predicted and measured changes; N
     pearson: float | None
     spearman: float | None
     n: int
+
+
+class CutFigures(TypedDict):  # predictions of cuts against what cutting did, MLPs held
+    n: int
+    pearson_tangent: float | None
+    spearman_tangent: float | None
+    pearson_path: float | None
+    spearman_path: float | None
+    sign_agreement: float | None  # of edges whose effect is above a tenth of the largest: share predicted with its sign
+    n_signs: int
+    norms: float | None  # sum of |path - tangent| over the sum of |measured|: what norms do
+    patterns: float | None  # sum of |measured - path| over the sum of |measured|: what attention patterns do
+
+
+class CutRow(TypedDict):  # tangent, path and measured change of each edge
+    source: str
+    target: str
+    tangent: float
+    path: float
+    measured: float
+
+
+class CutRows(CutFigures):  # both kinds of edges together, and each
+    clusters: CutFigures  # between different positions, cut where they arrive
+    features: CutFigures  # random ones; within a position, the feature removed
+    within: CutFigures  # cluster edges that share a position, the source removed; not in the figures of both
+    cluster_rows: list[CutRow]
+    feature_rows: list[CutRow]
 
 
 class SingleRow(ChangeRow):  # an edge between two nodes, its source removed
@@ -168,6 +207,8 @@ class ModelRows(TypedDict):  # one prompt in one model
     agreement: Agreement
     agreement_direct: Agreement
     interventions: SinglesRow
+    cut: CutRows
+    labels: NotRequired[dict[str, str]]  # of its features, by "layer/feature"
 
 
 class TraceRows(ModelRows):  # trace.json

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.decoder import Norm
+from ..transcoders.mlp_hooks import check_fit
 from ..transcoders.transcoder import Transcoder
 from .graph import BIAS, ERROR, FEATURE, LOGIT, POSITION, TOKEN
 from .linear_model import Frozen, Reads, join
@@ -27,11 +28,7 @@ class Replacement:
     @torch.no_grad()
     def __init__(self, frozen: Frozen, transcoder: Transcoder):
         dims = frozen.dims
-        if (transcoder.n_layers, transcoder.d_model) != (dims.n_layers, dims.d_model):
-            raise ValueError(
-                f"the transcoder has {transcoder.n_layers} layers of width {transcoder.d_model}, the model "
-                f"{dims.n_layers} of width {dims.d_model}: it was made for another model"
-            )
+        check_fit(frozen.decoder.model, transcoder)
         if transcoder.W_enc[0].device != frozen.final.device:
             raise ValueError(
                 f"the transcoder is on {transcoder.W_enc[0].device}, the model on {frozen.final.device}: "

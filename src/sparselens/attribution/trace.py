@@ -20,9 +20,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..config import Trace, changed
+from ..faces.store import FOLDER as FACES, Faces
 from ..models.loading import Source, check_source, name_of, resolve
 from ..runs.run import Run, check_folder, check_writable, provenance, write_json
 from ..transcoders.transcoder import Transcoder
+from .captions import check_faces, cluster_label, labels_of, write_cards
 from .clusters import (
     Cluster,
     ClusterEdge,
@@ -34,18 +36,19 @@ from .clusters import (
     read_rules,
     rules_of,
 )  # fmt: skip
+from .cuts import cuts, heads_cut
 from .graph import LOGIT, Graph, node_name
 from .growth import attribution_graph, prompt_ids
 from .head_shares import Carried
 from .interventions import Change, EdgeCheck, agreement, check_changes, check_top
-from .neuronpedia import write_graph
+from .neuronpedia import slug_of, write_graph
 from .qk_terms import explain_look
 from .rows import ChangeRow, ClusterRow, EdgeRow, LookRow, MainRow, MapRow, ModelRows, Rules, SinglesRow, TraceRows
+from .tell import tell
 
 FEATURES_LISTED = 8  # per cluster
 LOOKS = 3  # heads of the main edge whose logit is taken apart
 TERMS = 12
-EDGES_TOLD = CLUSTERS_TOLD = 12
 FAINT = 0.005  # attention weights below this are not kept for maps
 Prompt = str | Sequence[int] | Tensor
 Features = str | Path | Run | Transcoder
@@ -69,7 +72,7 @@ def _or_two_arguments(verb: Verb) -> Verb:
 def trace(
     source: Source, transcoder: Features, prompt: Prompt, target: Any = None, *, settings: Trace | None = None,
     against: tuple[Source, Features] | None = None, names: Sequence[str] = (),
-    clusters: str | Path | Rules | None = None, edge: str | None = None,
+    clusters: str | Path | Rules | None = None, edge: str | None = None, faces: str | Path | Faces | None = None,
     out: str | Path | None = None, json: str | Path | None = None, mass: float = 0.95, most_targets: int = 10,
     edges_per_row: int = 4096, show_progress: bool = False, say: Callable[[str], None] | None = None,
     step: Callable[[int, int], None] | None = None,
@@ -90,7 +93,7 @@ def trace(
     (rows done, of how many) while a graph grows, and may raise to stop it. With any of
     these, one target is explained, and the rows are the graph's `rows`. names: what to call the models there.
     clusters: rules, or a file of them (clusters.json); edge: "source->target", the one between clusters to look at
-    closely.
+    closely. faces: what `sparselens features` left for the transcoder; None: what lies beside it, if anything.
     """
     settings = changed(settings or Trace(), overrides)
     for model in (source,) if against is None else (source, against[0]):
@@ -101,15 +104,16 @@ def trace(
     check_writable(None if json is None else Path(json))
     rules = read_rules(clusters) if isinstance(clusters, str | Path) else clusters
     # Both transcoders before any model: a missing file should not cost the loading of a model.
-    models = [(source, _coder(transcoder)), *([] if against is None else [(against[0], _coder(against[1]))])]
+    given = [(source, transcoder, faces), *([] if against is None else [(*against, None)])]
+    models = [_Asked(one, _coder(features), _faces(features, known)) for one, features, known in given]
     grow = functools.partial(
         attribution_graph, position=settings.position, budget=settings.budget, nodes=settings.nodes,
         edges=settings.edges, memory_mb=settings.memory_mb, mass=mass, most_targets=1 if summed_up else most_targets,
         edges_per_row=edges_per_row, show_progress=show_progress, step=step,
     )  # fmt: skip
     if not summed_up:
-        return _graph(*models[0], prompt, target, grow)
-    called = [*names[: len(models)], *(name_of(model) for model, _ in models[len(names) :])]
+        return _graph(models[0], prompt, target, grow)
+    called = [*names[: len(models)], *(name_of(model.source) for model in models[len(names) :])]
     parts = _sum_up(models, called, prompt, target, grow, settings, rules, edge, say or (lambda text: None))
     rows = cast(TraceRows, {**parts[0].rows, "provenance": provenance()})
     if against is not None:
@@ -150,10 +154,24 @@ def _coder(transcoder: Features) -> Transcoder:
     return Transcoder.load(transcoder.path if isinstance(transcoder, Run) else transcoder)
 
 
-def _graph(
-    source: Source, coder: Transcoder, prompt: Prompt, target: Any, grow: Grow, beside: Graph | None = None
-) -> Graph:
-    model, tokenizer = resolve(source)
+class _Asked(NamedTuple):  # a model to explain
+    source: Source
+    coder: Transcoder
+    faces: Faces | None
+
+
+def _faces(transcoder: Features, given: str | Path | Faces | None) -> Faces | None:
+    """The faces of a transcoder's features: those given, or those beside it."""
+    if given is not None:
+        return given if isinstance(given, Faces) else Faces(given)
+    if isinstance(transcoder, Transcoder):
+        return None
+    folder = transcoder.path if isinstance(transcoder, Run) else Path(transcoder)
+    return Faces(folder) if (folder / FACES / "faces.json").is_file() else None
+
+
+def _graph(asked: _Asked, prompt: Prompt, target: Any, grow: Grow, beside: Graph | None = None) -> Graph:
+    (model, tokenizer), coder = resolve(asked.source), asked.coder
     if tokenizer is None:
         raise ValueError("no tokenizer to read the prompt with: give (model, tokenizer) instead of the model alone")
     ids = prompt_ids(model, tokenizer, prompt).tolist()
@@ -168,23 +186,28 @@ class _Part(NamedTuple):  # what one of the models gives
     graph: Graph
     clusters: list[Cluster]
     rows: ModelRows
+    faces: Faces | None
 
 
 def _sum_up(
-    models: Sequence[tuple[Source, Transcoder]], names: Sequence[str], prompt: Prompt, target: Any,
+    models: Sequence[_Asked], names: Sequence[str], prompt: Prompt, target: Any,
     grow: Grow, settings: Trace, rules: Rules | None, edge: str | None,
     say: Callable[[str], None],
 ) -> list[_Part]:  # fmt: skip
     """Graph and rows of each model; what was left open (target, edge) is the first one's choice."""
     parts: list[_Part] = []
-    for (source, coder), name in zip(models, names, strict=True):
-        graph = _graph(source, coder, prompt, target, grow, beside=parts[0].graph if parts else None)
+    for asked, name in zip(models, names, strict=True):
+        if asked.faces is not None:
+            check_faces(asked.faces, asked.coder.n_layers, asked.coder.n_features)
+        graph = _graph(asked, prompt, target, grow, beside=parts[0].graph if parts else None)
         if names.count(name) > 1:  # a Run is often called like the model it began with
             name = f"{name}, {'sparse' if graph.settings['gated'] else 'dense'}"
         clusters = find_clusters(graph, rules, settings.layer_share)
         rows = summarise(graph, clusters, settings, model=name, edge=edge, strict=not parts)
+        if asked.faces is not None:
+            _name(rows, graph, clusters, asked.faces)
         say(tell(rows))
-        parts.append(_Part(name, graph, clusters, rows))
+        parts.append(_Part(name, graph, clusters, rows, asked.faces))
         target = graph.targets[0]["token"] if target is None else target
         edge = edge or f"{rows['main']['source']}->{rows['main']['target']}"
     return parts
@@ -193,8 +216,20 @@ def _sum_up(
 def _write(part: _Part, rules: Rules | None, settings: Trace, folder: Path) -> None:
     part.graph.save(folder)
     write_json(folder / "clusters.json", rules or rules_of(part.graph))
-    slug = f"{part.name} {part.graph.prompt}"
-    write_graph(part.graph, part.clusters, folder, slug=slug, scan=part.name or "model", heads=settings.heads)
+    slug, scan = f"{part.name} {part.graph.prompt}", slug_of(part.name or "model")
+    labels = part.rows.get("labels")
+    write_graph(part.graph, part.clusters, folder, slug=slug, scan=scan, heads=settings.heads, labels=labels)
+    if part.faces is not None:
+        write_cards(part.graph, part.faces, folder, scan)
+
+
+def _name(rows: ModelRows, graph: Graph, clusters: Sequence[Cluster], faces: Faces) -> None:
+    """Labels for every feature that the rows name, and for clusters whose features agree."""
+    labels = rows["labels"] = labels_of(graph, faces)
+    for row, cluster in zip(rows["clusters"], clusters, strict=True):
+        row["label"] = cluster_label(graph, cluster, labels)
+        for feature in row["top_features"]:
+            feature["label"] = labels[f"{feature['layer']}/{feature['feature']}"]
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -229,6 +264,7 @@ def summarise(
         "main": _main(graph, clusters, main, carried[number], rows[number]), "looks": looks(graph, carried[number]),
         "agreement": agreement(rows), "agreement_direct": agreement(rows, "predicted_direct", "measured_direct"),
         "interventions": _interventions(graph, singles),
+        "cut": cuts(graph, clusters, edges, rows, settings.cuts),
     }  # fmt: skip
 
 
@@ -269,12 +305,14 @@ def _main(graph: Graph, clusters: Sequence[Cluster], edge: ClusterEdge, carried:
     links = carried.links_for(0.8)
     targets = dict.fromkeys(edge.targets.tolist(), 1.0) or {graph.n_nodes - 1: 1.0}
     (closed,) = check_changes(graph, [{"close": links}], [targets])
+    through = heads_cut(graph, clusters[edge.source].nodes, list(targets), carried.heads_for(0.8))
     return {
         **row,
         "keys": clusters[edge.source].positions,
         "queries": clusters[edge.target].positions,
         "attention": [_map(graph, layer, head) for layer, head in carried.heads_for(0.8)],
         "closed": {"n_links": len(links), "links": [list(link) for link in links], **closed},
+        "heads_cut": through,
     }
 
 
@@ -316,49 +354,8 @@ def _interventions(graph: Graph, checks: list[EdgeCheck]) -> SinglesRow:
             {"source": graph.label(check["sources"][0]), "target": graph.label(check["targets"][0]),
              "weight": check["weight"], "before": check["before"], "predicted": check["predicted"],
              "measured": check["measured"], "predicted_direct": check["predicted_direct"],
-             "measured_direct": check["measured_direct"]}
+             "predicted_path": check["predicted_path"], "measured_direct": check["measured_direct"]}
             for check in checks
         ],
         "agreement": agreement(checks), "agreement_direct": agreement(checks, "predicted_direct", "measured_direct"),
     }  # fmt: skip
-
-
-def tell(rows: ModelRows) -> str:
-    """A summary in words, for a terminal."""
-    target, main = rows["target"][0], rows["main"]
-    p = "" if target["probability"] is None else f", probability {target['probability']:.3f}"
-    lines = [
-        f"{rows['model']}: {target['label']!r} at position {target['position']}{p}; {rows['n_nodes']} nodes and "
-        f"{rows['n_edges']} edges kept, completeness error {rows['completeness_error']:.1e}",
-        f"  scores: replacement {rows['scores']['replacement']:.3f}, completeness {rows['scores']['completeness']:.3f}",
-    ]
-    ranked = sorted(rows["clusters"], key=lambda c: (c["kind"] == "output", c["influence"]), reverse=True)
-    told = [c for c in rows["clusters"] if c in ranked[:CLUSTERS_TOLD]]
-    for cluster in told:
-        low, high = cluster["layers"]
-        span = f"layer {low}" if low == high else f"layers {low}-{high}"
-        at = ", ".join(map(str, cluster["positions"][:8])) + (", ..." if len(cluster["positions"]) > 8 else "")
-        lines.append(f"  {cluster['name'][:24]:24} at {at:16} {span:12} {cluster['n_features']:4} features")
-    if len(told) < len(ranked):
-        lines.append(f"  and {len(ranked) - len(told)} clusters of less influence")
-    lines.append(f"  {'edge':40} {'weight':>9} {'heads for 80 %':>15} {'when removed: predicted':>24} {'measured':>9}")
-    for edge in rows["edges"][:EDGES_TOLD]:
-        name = f"{edge['source'][:18]} -> {edge['target'][:18]}"
-        changes = f"{edge['predicted_direct']:24.3f} {edge['measured_direct']:9.3f}"
-        lines.append(f"  {name:40} {edge['weight']:9.3f} {edge['n_heads_for_80']:15} {changes}")
-    for name, found in (("MLPs held", rows["agreement_direct"]), ("all effects", rows["agreement"])):
-        shown = ", ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items())
-        lines.append(f"  predicted against measured, {name}: {shown}")
-    heads = ", ".join(f"L{h['layer']}.H{h['head']}" for h in main["heads_for_80"][:12])
-    more = main["n_heads_for_80"] - 12
-    lines.append(
-        f"  {main['source']} -> {main['target']}: 80 % carried by {main['n_heads_for_80']} of "
-        f"{rows['n_layers'] * rows['n_heads']} heads: {heads}{f' and {more} more' if more > 0 else ''}"
-    )
-    closed = main["closed"]
-    lines.append(
-        f"  their {closed['n_links']} links closed, MLPs held: {closed['measured_direct']:+.3f} "
-        f"(predicted {closed['predicted_direct']:+.3f}); MLPs reacting: {closed['measured']:+.3f} "
-        f"(predicted {closed['predicted']:+.3f})"
-    )
-    return "\n".join(lines)

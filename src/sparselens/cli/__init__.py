@@ -22,7 +22,7 @@ from ..runs.run import Run, check_folder, check_writable, one_line
 from ..tasks import find as find_task
 from .circuits import CompareCommand, DiscoverCommand
 from .common import OnDevice
-from .features import TraceCommand, TranscodeCommand
+from .features import FeaturesCommand, TraceCommand, TranscodeCommand
 from .models import Bench, Demo, Evaluate, Export, Parity, PlanCommand, SparsifyCommand, TextCommand
 from .pages import Figures, ReportCommand, StudioCommand
 
@@ -43,6 +43,7 @@ GROUPS: dict[str, dict[str, tuple[Callable[..., Command], str]]] = {
         "discover": (DiscoverCommand, "the circuits with which one model does a task"),
         "compare": (CompareCommand, "how many times fewer edges a sparse model needs"),
         "transcode": (TranscodeCommand, "train sparse features that stand in for the MLPs"),
+        "features": (FeaturesCommand, "what each feature is about: contexts, words, neighbours, a label"),
         "trace": (TraceCommand, "one prompt taken apart: features, and the heads that carry them"),
     },
     "Show and share": {
@@ -137,6 +138,9 @@ def _check(command: Any) -> None:
         if distributed.is_main():
             Run.check(command.out, command.resume)
         find_files([text for text in (*command.data, *command.text.heldout) if is_local(text)])
+    elif isinstance(command, FeaturesCommand):
+        Run.check(command.out or command.transcoder / "faces", command.resume)
+        find_files([text for text in command.data if is_local(text)])
     elif isinstance(command, Export) and command.out is not None and command.out.exists():
         raise ValueError(f"{command.out} exists already; choose another --out")
     elif isinstance(command, DiscoverCommand | CompareCommand | TraceCommand | Figures):

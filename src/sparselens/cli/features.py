@@ -1,15 +1,18 @@
-"""Features and the prompts they explain: transcode, trace."""
+"""Features and the prompts they explain: transcode, features, trace."""
 
 import dataclasses
+import importlib
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 from tyro.conf import OmitArgPrefixes, arg
 
-from ..config import Text, Trace, Transcode
+from ..config import Faces, Text, Trace, Transcode
 from ..runs import distributed
 from ..runs.run import Run, write_json
-from .common import File, Folder, Model, Name, OnDevice
+from .common import File, Folder, Model, Name, OnDevice, RunFolder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,50 @@ class TranscodeCommand(OnDevice):
 
 
 @dataclasses.dataclass(frozen=True)
+class FeaturesCommand(OnDevice):
+    """Read text and give every feature of a transcoder a face: contexts, words, neighbours and a label."""
+
+    transcoder: RunFolder
+    """A Run of `transcode`, or a folder in circuit-tracer's layout."""
+    data: Annotated[tuple[str, ...], arg(metavar="TEXT ...", help_behavior_hint="")] = ()
+    """Text: files or globs (.txt, .jsonl, .parquet, plain or .gz/.xz/.zst) or a Hugging Face dataset name. Default:
+    what the transcoder was trained on, where that is made and not read (the addition model)."""
+    out: Folder = None
+    """Folder of the faces; must not exist yet, unless with --resume. Default: faces, beside the transcoder."""
+    model: Name = None
+    """The model the transcoder belongs to. Default: what its Run says."""
+    resume: bool = False
+    """Go on where an interrupted pass stopped (same settings)."""
+    labeller: Name = None
+    """MODULE:FUNCTION of your own that is given a card and returns a label or None. Default: none is asked."""
+    settings: OmitArgPrefixes[Faces] = dataclasses.field(default_factory=Faces)
+    text: OmitArgPrefixes[Text] = dataclasses.field(default_factory=Text)
+
+    def __call__(self) -> None:
+        from ..faces.features import features
+
+        options = {name: getattr(self, name) for name in ("out", "model", "resume", "settings", "text")}
+        features(self.transcoder, list(self.data) or None, labeller=_function(self.labeller), **options)
+
+
+def _function(name: str | None) -> Callable[[Any], str | None] | None:
+    """MODULE:FUNCTION, imported; the working folder counts."""
+    if name is None:
+        return None
+    module, _, function = name.partition(":")
+    sys.path.insert(0, "")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--labeller {name}: expected MODULE:FUNCTION that can be imported ({error})") from None
+    finally:
+        sys.path.remove("")
+    if not callable(found):
+        raise ValueError(f"--labeller {name}: it is no function")
+    return cast(Callable[[Any], str | None], found)
+
+
+@dataclasses.dataclass(frozen=True)
 class TraceCommand(OnDevice):
     """Take one prompt apart: which features feed the answer, and which heads carry them (figure 4)."""
 
@@ -56,6 +103,8 @@ class TraceCommand(OnDevice):
     """The second model's transcoder."""
     clusters: File = None
     """Clusters edited by hand (clusters.json, as --out writes it)."""
+    faces: Folder = None
+    """What `features` left for the transcoder: labels and cards. Default: what lies beside it, if anything."""
     edge: Name = None
     """The cluster edge to look at closely, source->target. Default: the strongest from elsewhere into the answer."""
     out: Folder = None
@@ -73,7 +122,7 @@ class TraceCommand(OnDevice):
 
         graph = trace(
             self.model, self.transcoder, self.prompt, self.target, settings=self.settings, clusters=self.clusters,
-            against=against, edge=self.edge, out=self.out, json=self.json, say=print,
+            against=against, edge=self.edge, faces=self.faces, out=self.out, json=self.json, say=print,
         )  # fmt: skip
         if self.out is not None and graph.rows is not None:
             draw_trace_all(graph.rows, self.out)

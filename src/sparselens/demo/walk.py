@@ -12,10 +12,12 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ..attribution.graph import Graph
-from ..attribution.trace import trace
+from ..attribution.trace import Features, trace
 from ..circuits.compare import compare
 from ..circuits.rows import MultiplierRow, OpenRow
 from ..config import Search, Sparsify, Trace, Training, Transcode
+from ..faces.features import features
+from ..faces.store import FOLDER as FACES
 from ..models.loading import is_gated, load, save
 from ..reporting.figures.attribution import draw_trace_all
 from ..reporting.figures.circuits import draw_all
@@ -26,7 +28,6 @@ from ..training.engine import Interrupted, threads_for
 from ..training.loop import Stage, train
 from ..training.sparsify import sparsify_into, with_error
 from ..transcoders.transcode import transcode
-from ..transcoders.transcoder import Transcoder
 from .addition import ANSWER, CHARACTERS, EXAMPLE, POSITIONS, AdditionBatches, answer, encode, make_model
 from .task import prompt_of
 
@@ -53,6 +54,8 @@ TOLD = {
     "removed-task": "the same, one circuit for all sums",
     "components": "edges between components for 90 % of the effect",
 }
+
+SUMS_READ = 3000  # for the faces of features
 
 # What the report says of this Run, asks of it and shows.
 ABOUT = {
@@ -183,21 +186,26 @@ def _features(
     """Figure 4: features of both models' MLPs, one sum traced through them, and the heads that carry it."""
     transcoders = {}
     settings = dataclasses.replace(FEATURES, seed=seed)
-    for name, (model, _) in (("dense", base), ("sparse", sparse)):
+    for name, (model, tokenizer) in (("dense", base), ("sparse", sparse)):
         folder = run.path / "transcoders" / name
         if not (folder / "results.json").is_file():
             transcode(
                 model, data=batches, out=folder, settings=settings, name=f"addition-{name}",
                 resume=(folder / "run.json").is_file(), show_progress=show_progress, say=_nothing,
             )  # fmt: skip
-        transcoders[name] = Transcoder.load(folder)
+        if not (folder / FACES / "faces.json").is_file():
+            features(
+                folder, batches, model=(model, tokenizer), tokens=SUMS_READ * batches.length, show_progress=False,
+                resume=(folder / FACES / "run.json").is_file(), say=_nothing,
+            )  # fmt: skip
+        transcoders[name] = folder
     trace_sum((sparse, transcoders["sparse"]), (base, transcoders["dense"]), example, run.path / "trace")
     results = {name: Run(run.path / "transcoders" / name).read("results.json") for name in transcoders}
     return {name: {key: row[key] for key in ("fvu", "l0")} for name, row in results.items()}
 
 
 def trace_sum(
-    sparse: tuple[Loaded, Transcoder], dense: tuple[Loaded, Transcoder], example: tuple[int, int], out: Path
+    sparse: tuple[Loaded, Features], dense: tuple[Loaded, Features], example: tuple[int, int], out: Path
 ) -> Graph:
     """One sum in both models: who brings the tens digit its digits, and figure 4 of it.
 

@@ -14,6 +14,7 @@ from ..attribution.graph import FEATURE, Graph
 from ..attribution.growth import attribution_graph
 from ..attribution.interventions import intervene
 from ..attribution.qk_terms import explain_look
+from ..faces.store import FOLDER as FACES, Faces
 from ..transcoders.transcoder import Transcoder
 from .models import Changes, Edge, Member, Models, Question, answers
 
@@ -27,6 +28,7 @@ class Features:
     def __init__(self, models: Models):
         self.models = models
         self._transcoders: dict[str, Transcoder] = {}
+        self._faces: dict[str, Faces | None] = {}
         self._graphs: OrderedDict[tuple[str, Question], Graph] = OrderedDict()
 
     def check(self, role: str) -> Path:
@@ -69,12 +71,22 @@ class Features:
         source, weight = graph.row(graph.n_nodes - 1)
         found = [(int(s), float(w)) for s, w in zip(source, weight, strict=True) if int(graph.kind[int(s)]) == FEATURE]
         found.sort(key=lambda pair: -abs(pair[1]))
-        return [self._row(graph, node) | {"share": share} for node, share in found[:SHOWN]]
+        return [self._row(role, graph, node) | {"share": share} for node, share in found[:SHOWN]]
 
-    def _row(self, graph: Graph, node: int) -> dict[str, Any]:
+    def _row(self, role: str, graph: Graph, node: int) -> dict[str, Any]:
         n = graph.node(node)
         told = {"kind": n.kind, "layer": n.layer, "position": n.position, "feature": n.index, "activation": n.value}
-        return told | {"label": graph.label(node)}
+        return told | {"label": self._label(role, graph, node)}
+
+    def _label(self, role: str, graph: Graph, node: int) -> str:
+        """A node in words; a feature by its label where its transcoder has faces."""
+        n, said = graph.node(node), graph.label(node)
+        if role not in self._faces:
+            folder = self.models.member(role).transcoder
+            there = folder is not None and (folder / FACES / "faces.json").is_file()
+            self._faces[role] = Faces(folder) if folder is not None and there else None
+        faces = self._faces[role]
+        return said if faces is None or n.kind != "feature" else f"{faces.label(n.layer, n.index)} ({said})"
 
     @torch.no_grad()
     def touch(self, role: str, question: Question, changes: Changes) -> dict[str, Any]:
@@ -98,9 +110,13 @@ class Features:
         self.models.member(role).mask(len(question.ids), Changes(closed=(edge,)))
         look = explain_look(graph, *edge, top=12)
         terms = [
-            {"term": t["term"], "query": graph.label(t["query_source"]), "key": graph.label(t["key_source"])}
+            {
+                "term": t["term"],
+                "query": self._label(role, graph, t["query_source"]),
+                "key": self._label(role, graph, t["key_source"]),
+            }
             for t in look.terms
         ]
-        closing = [self._row(graph, node) | {"without": look.without(node)} for node in look.closing()[:SHOWN]]
+        closing = [self._row(role, graph, node) | {"without": look.without(node)} for node in look.closing()[:SHOWN]]
         told = {"logit": look.logit, "margin": look.margin, "rest": look.rest, "terms": terms}
         return told | {"closing": [row for row in closing if row["kind"] == "feature"]}

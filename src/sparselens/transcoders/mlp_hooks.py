@@ -15,18 +15,29 @@ from torch import Tensor, nn
 
 from ..models.architectures import base_model, dimensions, mlp_modules, parts
 from ..models.hooks import Enough, hooked
+from ..models.identity import same_model, sketch
 from ..runs import distributed
 from .transcoder import Transcoder
 
 
 def check_fit(model: nn.Module, transcoder: Transcoder) -> None:
-    """ValueError when the transcoder was made for a model of another shape."""
+    """ValueError when the transcoder was made for another model: one of another shape, or with other weights."""
     d = dimensions(base_model(model).config)
     mine, its = (transcoder.n_layers, transcoder.d_model), (d.n_layers, d.d_model)
     if mine != its:
+        named = f" ({transcoder.model_name})" if transcoder.model_name else ""
         raise ValueError(
-            f"the transcoder is for {mine[0]} layers of width {mine[1]}, this model has {its[0]} of width {its[1]}; "
-            "use the transcoder that was trained on it"
+            f"the transcoder has {mine[0]} layers of width {mine[1]}, the model {its[0]} of width {its[1]}: it was "
+            f"made for another model{named}; use the one that was trained on this model"
+        )
+    its_own = transcoder.sketch and sketch(model)
+    if transcoder.sketch and its_own and not same_model(transcoder.sketch, its_own):
+        trained_on = transcoder.model_name or "another model"
+        name = getattr(base_model(model).config, "_name_or_path", "") or "this model"
+        kinds = [f"{'sparse' if one['gates'] else 'dense'}" for one in (transcoder.sketch, its_own)]
+        raise ValueError(
+            f"the transcoder was trained on {trained_on!r} ({kinds[0]}), not on {name!r} ({kinds[1]}), whose weights "
+            "are others; use the transcoder that was trained on it (knowingly: set transcoder.sketch = None)"
         )
 
 

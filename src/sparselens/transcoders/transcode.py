@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from ..config import Text, Transcode
 from ..data.batches import Batches
 from ..models.architectures import base_model, blocks, dimensions
+from ..models.identity import sketch
 from ..models.loading import Source, check_source, resolve
 from ..runs import distributed
 from ..runs.rows import Measured, MetricsLine, TranscoderRow
@@ -204,6 +205,7 @@ def finish(stage: TranscoderStage, run: Run) -> Transcoder:
     if settings.activation == "batchtopk":
         count = max(1, min(settings.batch * settings.normalise_over, CALIBRATION // stage.batches.length))
         transcoder = transcoder.as_jumprelu([x.float() for x in stage.activations(0, count)[0]])
+    transcoder.sketch = sketch(stage.model)
     distributed.on_main(lambda: transcoder.save(run.path / FOLDER))
     results: TranscoderRow = {
         **stage.measured(transcoder), "dead_share": stage.dead_share,

@@ -11,6 +11,7 @@ Everything is in the model's own units: x is what the MLP module receives, y wha
 
 Its folder has circuit-tracer's layout. Cross-layer (model_kind: cross_layer_transcoder):
     config.yaml             model_name, model_kind, feature_input_hook, feature_output_hook, scan
+    model.json              some weights of that model, so that another one can be refused (ours; need not be there)
     W_enc_i.safetensors     W_enc_i [n_features, d_model], b_enc_i, b_dec_i, threshold_i (without it: ReLU)
     W_dec_i.safetensors     W_dec_i [n_features, n_layers - i, d_model]
 Per-layer (model_kind: transcoder_set):
@@ -30,8 +31,9 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ..models.identity import Sketch
 from ..runs import pictures
-from ..runs.run import whole_folder, write_bytes
+from ..runs.run import read_json, reading, whole_folder, write_bytes, write_json
 from .decoding import active, batch_topk_mask, batch_topk_threshold, entries, topk_mask, write
 
 Activation = Literal["jumprelu", "topk", "batchtopk"]
@@ -40,6 +42,7 @@ InputHook = Literal["mlp-input", "residual"]
 HOOKS: dict[str, InputHook] = {"mlp.hook_in": "mlp-input", "hook_resid_mid": "residual", "hook_mlp_in": "residual"}
 OUTPUT_HOOKS = ("hook_mlp_out", "mlp.hook_out")
 FOLDER = "transcoder"  # of a Run
+MODEL = "model.json"  # in it: by what its model is known
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Transcoder(nn.Module):
         self.cross_layer, self.activation, self.input_hook = cross_layer, activation, input_hook
         self.k = None if activation == "jumprelu" else k
         self.model_name = model_name
+        self.sketch: Sketch | None = None  # of the model it was trained on, where that is known
 
         def each(*shape: int) -> nn.ParameterList:
             return nn.ParameterList(nn.Parameter(torch.zeros(shape, dtype=dtype)) for _ in range(n_layers))
@@ -201,13 +205,14 @@ class Transcoder(nn.Module):
             for name in wanted:
                 what = f"{name} of layer {layer} in {folder}"
                 fill_from_file(getattr(made, name)[layer], tensors.get(name), what)
+        made.sketch = read_sketch(Path(folder))
         return made.to(device).requires_grad_(False).eval()
 
     def save(self, folder: str | Path) -> Path:
         """Write a folder in circuit-tracer's layout: config.yaml and safetensors. It appears whole or not at all."""
         names = ["W_enc", "b_enc", "W_dec", "b_dec", *(["threshold"] if self.activation == "jumprelu" else [])]
         layers = [{name: getattr(self, name)[layer].detach() for name in names} for layer in range(self.n_layers)]
-        return write_folder(Path(folder), self.kind, layers)
+        return write_folder(Path(folder), self.kind, layers, self.sketch)
 
     @property
     def kind(self) -> Kind:
@@ -223,7 +228,7 @@ class Transcoder(nn.Module):
 # ---- its folder ------------------------------------------------------------------------------------------------------
 
 
-def write_folder(folder: Path, kind: Kind, layers: list[dict[str, Tensor]]) -> Path:
+def write_folder(folder: Path, kind: Kind, layers: list[dict[str, Tensor]], sketch: Sketch | None = None) -> Path:
     """Write the folder beside its final place, then rename it. layers: their tensors, under their plain names."""
     config: dict[str, str | int] = {
         "model_name": kind.model_name, "model_kind": "cross_layer_transcoder" if kind.cross_layer else "transcoder_set",
@@ -249,7 +254,21 @@ def write_folder(folder: Path, kind: Kind, layers: list[dict[str, Tensor]]) -> P
         # Scalars only; strings quoted as JSON, which YAML reads.
         lines = (f"{key}: {json.dumps(value)}\n" for key, value in config.items())
         write_bytes(fresh / "config.yaml", "".join(lines).encode())
+        if sketch is not None:
+            write_json(fresh / MODEL, sketch)
     return folder
+
+
+def read_sketch(folder: Path) -> Sketch | None:
+    """The sketch of the model that a transcoder was trained on; None where its folder has none."""
+    path = next((path for path in (folder / MODEL, folder / FOLDER / MODEL) if path.is_file()), None)
+    if path is None:
+        return None
+    found: Sketch = read_json(path)
+    with reading(path):
+        if not all(isinstance(value, float | int) for name in ("weights", "gates") for value in found[name]):
+            raise TypeError("expected numbers")
+    return found
 
 
 def read_folder(folder: Path) -> tuple[Kind, list[dict[str, Tensor]]]:

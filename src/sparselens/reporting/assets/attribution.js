@@ -8,6 +8,7 @@ import { downloads } from "./download.js";
 import { edgeDetail, lookDetail, nameOf } from "./head_shares.js";
 import { checkPlot, singlesTable } from "./intervention_plot.js";
 import { TracePicture } from "./trace_picture.js";
+import { cutPlot } from "./cut_plot.js";
 import { section } from "./sections.js";
 
 section("attribution", (place, run) => {
@@ -33,7 +34,7 @@ section("attribution", (place, run) => {
       "Click an edge, here or in the table, to see which heads carry it: the smallest set that brings 80 % of it. Their maps show keys across and queries upward, with the links that matter marked.",
     ),
   );
-  const traces = [...run.attribution];
+  const traces = run.attribution.map((trace) => ({ ...trace, cards: run.features?.cards?.[trace.name] }));
   const prompts = [...new Set(traces.map((trace) => trace.prompt))];
   const view = asked("attribution");
   const chosen = prompts.includes(view.prompt) ? view.prompt : prompts[0];
@@ -94,7 +95,7 @@ class TraceView {
         "div",
         { class: "pair loose" },
         element("div", { class: "card" }, this.detail),
-        element("div", { class: "stack" }, this.look, checkPlot(trace), singlesTable(trace)),
+        element("div", { class: "stack" }, this.look, cutPlot(trace) ?? checkPlot(trace), singlesTable(trace)),
       ),
     );
     this.fillTable();
@@ -200,7 +201,7 @@ class TraceView {
       this.detail.replaceChildren(element("p", { class: "note" }, "There are no edges between clusters here."));
       return;
     }
-    const onLook = (look) => this.look.replaceChildren(element("div", { class: "card" }, lookDetail(look)));
+    const onLook = (look) => this.look.replaceChildren(element("div", { class: "card" }, lookDetail(look, this.trace)));
     this.detail.replaceChildren(edgeDetail(this.trace, this.trace.edges[this.chosen], this.maps, onLook));
   }
 }

@@ -4,6 +4,7 @@ import { element, headName, number, percent, table } from "./dom.js";
 import { keepDrawn, palette } from "./palette.js";
 import { fit } from "./scene.js";
 import { atlas } from "./maps.js";
+import { withFaces } from "./features.js";
 
 const MOST_MAPS = 60;
 
@@ -20,7 +21,9 @@ export function edgeDetail(trace, edge, maps, onLook) {
     ["through no head", share(edge.direct, edge.weight)],
     ["removing the source: predicted, measured", changes(edge.predicted, edge.measured)],
     ["the same with MLPs held", changes(edge.predicted_direct, edge.measured_direct)],
+    ["and predicted along the cut", number(edge.predicted_path)],
     ["closing its links: predicted, measured", main ? changes(main.predicted, main.measured) : "–"],
+    ["cutting these heads, of cutting the edge (measured)", percent(main?.heads_share, 2)],
   ].filter(([, value]) => value !== "–");
   return element(
     "div",
@@ -50,8 +53,22 @@ export function edgeDetail(trace, edge, maps, onLook) {
             : null,
         )
       : null,
+    beyond(edge, main)
+      ? element(
+          "p",
+          { class: "note" },
+          "Shares above 100 % or below 0 %: parts of an edge may have opposite signs and cancel. Signed, they add up to 100 %. Of a cut: the heads together undo some of what a few of them do.",
+        )
+      : null,
     linkTable(trace, edge, onLook),
   );
+}
+
+/** Whether any share that is shown lies outside of what shares usually do. */
+function beyond(edge, main) {
+  const parts = [edge.single_hop, edge.multi_hop, edge.direct, ...edge.heads.map((head) => head.share)];
+  const shares = [...parts, ...edge.arrival.slice(0, 8).map((link) => link.share)].map((part) => part / edge.weight);
+  return [...shares, main?.heads_share ?? 0].some((value) => value > 1.005 || value < -0.005);
 }
 
 const changes = (predicted, measured) =>
@@ -142,7 +159,7 @@ function linkTable(trace, edge, onLook) {
 }
 
 /** Why a head looks there: its logit as a sum of terms between what the query and what the key are made of. */
-export function lookDetail(look) {
+export function lookDetail(look, trace = {}) {
   const largest = Math.max(...look.terms.map((term) => Math.abs(term.term)), 1e-12);
   return element(
     "div",
@@ -165,7 +182,8 @@ export function lookDetail(look) {
         look.terms.slice(0, 12).map((term) => {
           const bar = element("div", { class: term.term < 0 ? "term negative" : "term" });
           bar.style.width = `${(80 * Math.abs(term.term)) / largest}px`;
-          return [String(term.query_source), String(term.key_source), number(term.term), bar];
+          const [query, key] = [term.query_source, term.key_source].map((name) => withFaces(String(name), trace));
+          return [query, key, number(term.term), bar];
         }),
       ),
     ),

@@ -4,6 +4,7 @@ import { element, number, table } from "./dom.js";
 import { keepDrawn, palette } from "./palette.js";
 import { Scene, toSvg } from "./scene.js";
 import { scale } from "./axes.js";
+import { withFaces } from "./features.js";
 
 const known = (value) => value !== null && value !== undefined;
 
@@ -92,7 +93,7 @@ function checkScene(points, width) {
 export function singlesTable(trace) {
   if (!trace.singles.length) return null;
   const rows = trace.singles.map((row) => [
-    `${row.source} → ${row.target}`,
+    [withFaces(row.source, trace), " → ", withFaces(row.target, trace)],
     number(row.weight),
     number(row.predicted_direct ?? row.predicted),
     number(row.measured_direct ?? row.measured),

@@ -3,8 +3,10 @@
 import { element, number } from "./dom.js";
 import { keepDrawn, palette } from "./palette.js";
 import { fit, paint, Scene } from "./scene.js";
+import { featureCard, withFaces } from "./features.js";
 import { visible } from "./token_reads.js";
 
+const SAY = 84; // room for it
 const BESIDE = [0, 1, -1, 2, -2, 3, -3];
 
 /** Calls onPoint(edge or null) and onChoose(edge) in the cluster view; says what a feature is in the other. */
@@ -29,6 +31,7 @@ export class TracePicture {
     this.canvas.addEventListener("pointermove", (event) => this.point(event, onPoint));
     this.canvas.addEventListener("pointerleave", () => this.point(null, onPoint));
     this.canvas.addEventListener("click", (event) => {
+      if (this.view === "features") return this.openNode(this.nodeAt(event));
       const edge = this.edgeAt(event);
       if (edge !== null) onChoose(edge);
     });
@@ -59,9 +62,15 @@ export class TracePicture {
       const next = now === null ? 0 : (now + step + count) % count;
       if (clusters) onPoint(next);
       else this.pointNode(next);
-    } else if (event.key === "Enter" && clusters && now !== null) onChoose(now);
+    } else if (event.key === "Enter" && now !== null) clusters ? onChoose(now) : this.openNode(now);
     else return;
     event.preventDefault();
+  }
+
+  /** The card of a feature, where it has one. */
+  openNode(node) {
+    const { graph } = this.trace;
+    if (node !== null && graph.kinds[graph.kind[node]] === "feature") featureCard(`${graph.layer[node]}/${graph.index[node]}`, this.trace);
   }
 
   pointNode(node) {
@@ -74,7 +83,9 @@ export class TracePicture {
   scene(width) {
     const { trace } = this;
     const height = Math.max(260, Math.min(560, (trace.n_layers + 2) * 30)) + 64;
-    const [left, right, top, bottom] = [44, width - 16, 26, height - 48];
+    // What says the answer stands beside the last token, not on it.
+    const beside = this.view === "clusters" && trace.clusters.some(({ kind }) => kind === "say") ? SAY : 0;
+    const [left, right, top, bottom] = [44, width - 16 - beside, 26, height - 48];
     const colours = palette();
     const scene = new Scene(width, height);
     const column = (right - left) / trace.tokens.length;
@@ -98,7 +109,7 @@ export class TracePicture {
   clusterShapes(scene, colours, x, y, column) {
     const { edges, role } = this.trace;
     const boxes = this.trace.clusters.map((cluster) => this.clusterBox(cluster, x, y, column));
-    spreadBoxes(boxes, 4, scene.width - 4);
+    fitBoxes(boxes, column, scene.width - 4);
     this.curves = edges.map(({ source, target }) => curveBetween(boxes[source], boxes[target]));
     const most = Math.max(...edges.map((edge) => edge.flow), 1e-12);
     const active = this.hover ?? this.chosen;
@@ -107,22 +118,29 @@ export class TracePicture {
       const look = i === active ? { stroke: colours.mark } : { stroke: colours[role], opacity: 0.18 + 0.6 * strength };
       scene.curve(...this.curves[i], { ...look, thick: 0.8 + 6 * strength, dash: edges[i].weight < 0 ? [6, 4] : null });
     }
-    for (const { cx, width, top, bottom, name } of boxes) {
+    for (const { cx, width, top, bottom, name, label } of boxes) {
       const style = { fill: colours.card, stroke: colours.ink, thick: 1.2, radius: 7 };
       scene.rect(cx - width / 2, top, width, bottom - top, style);
       const text = clipped(name, Math.max(2, Math.floor((width - 6) / 6.4)));
-      scene.text(cx, (top + bottom) / 2 + 4, text, { fill: colours.ink, size: 12, weight: 600, anchor: "middle" });
+      const told = label && bottom - top > 30 && width > 70;
+      const middle = (top + bottom) / 2 + (told ? -3 : 4);
+      scene.text(cx, middle, text, { fill: colours.ink, size: 12, weight: 600, anchor: "middle" });
+      if (!told) continue;
+      const under = clipped(label, Math.max(2, Math.floor((width - 6) / 5.2)));
+      scene.text(cx, middle + 13, under, { fill: colours.soft, size: 10, anchor: "middle" });
     }
   }
 
   /** A box over the cluster's positions and layers, wide enough for its name. */
-  clusterBox({ name, positions, layers }, x, y, column) {
+  clusterBox({ name, kind, positions, layers, label }, x, y, column) {
     const last = this.trace.tokens.length - 1;
     const at = positions.filter((position) => position >= 0 && position <= last);
     const [low, high] = at.length ? [Math.min(...at), Math.max(...at)] : [last, last];
-    const wanted = Math.max((high - low + 1) * column - 8, 7 * name.length + 12);
+    const wanted = Math.max((high - low + 1) * column - 8, 7 * name.length + 12, label ? 5.2 * label.length + 8 : 0);
     return {
       name,
+      kind,
+      label,
       cx: (x(low) + x(high)) / 2,
       width: Math.max(Math.min(wanted, 150), 26),
       top: y(Math.min(layers[1], this.trace.n_layers)) - 11,
@@ -170,7 +188,7 @@ export class TracePicture {
     const { graph, tokens } = this.trace;
     const kind = graph.kinds[graph.kind[node]];
     const where = graph.position[node] >= 0 ? ` at ${graph.position[node]} ${tokens[graph.position[node]] ?? ""}` : "";
-    const name = kind === "feature" ? `feature ${graph.index[node]} of layer ${graph.layer[node]}` : kind;
+    const name = kind === "feature" ? withFaces(`feature ${graph.index[node]} of layer ${graph.layer[node]}`, this.trace) : kind;
     const count = (side) => side.filter((end) => end === node).length;
     const facts = `: value ${number(graph.value[node])}, influence ${number(graph.influence[node])}, `;
     return [element("b", {}, name, where), facts, `${count(graph.to)} edges in, ${count(graph.from)} out.`];
@@ -223,19 +241,36 @@ function clipped(text, most) {
   return letters.length > most ? `${letters.slice(0, Math.max(most - 1, 1)).join("")}…` : text;
 }
 
-/** Moves boxes that stand on each other apart, sideways, and keeps all of them between left and right. */
-function spreadBoxes(boxes, left, right) {
-  const order = [...boxes].sort((a, b) => a.cx - b.cx);
-  for (let round = 0; round < 12; round++) {
-    for (let i = 0; i < order.length; i++) {
-      for (let j = i + 1; j < order.length; j++) {
-        const [a, b] = [order[i], order[j]];
-        const overlap = (a.width + b.width) / 2 + 6 - (b.cx - a.cx);
-        if (overlap <= 0 || a.top >= b.bottom || b.top >= a.bottom) continue;
-        a.cx -= overlap / 2;
-        b.cx += overlap / 2;
-      }
-    }
-    for (const box of order) box.cx = Math.max(left + box.width / 2, Math.min(right - box.width / 2, box.cx));
+/** Boxes stay above their tokens: those that would overlap become narrower, those of one column share it. */
+function fitBoxes(boxes, column, edge) {
+  const beside = (a, b) => a.top < b.bottom && b.top < a.bottom;
+  for (const box of boxes) box.home = box.cx;
+  for (const box of boxes.filter(({ kind }) => kind === "say")) {
+    box.width = Math.min(box.width, SAY - 8);
+    box.cx = box.home + column / 2 + box.width / 2;
   }
+  const settled = [];
+  for (const box of boxes.filter(({ kind }) => kind !== "say")) {
+    const same = settled.filter((other) => Math.abs(other.home - box.home) < 1 && beside(other, box));
+    settled.push(box);
+    if (!same.length) continue;
+    const shared = [...same, box];
+    const width = Math.max(column - 4, 24) / shared.length;
+    shared.forEach((one, i) => {
+      one.cx = box.home + (i - (shared.length - 1) / 2) * width;
+      one.width = Math.min(one.width, width - 2);
+    });
+  }
+  for (const a of boxes) {
+    for (const b of boxes) {
+      const gap = b.cx - a.cx;
+      if (gap < 1 || !beside(a, b) || (a.width + b.width) / 2 + 4 <= gap) continue;
+      // What is wider than half the gap gives way first.
+      const half = gap / 2 - 2;
+      if (Math.min(a.width, b.width) / 2 >= half) a.width = b.width = 2 * half;
+      else if (a.width > b.width) a.width = 2 * (gap - 4) - b.width;
+      else b.width = 2 * (gap - 4) - a.width;
+    }
+  }
+  for (const box of boxes) box.width = Math.max(Math.min(box.width, 2 * (edge - box.cx), 2 * box.cx), 12);
 }

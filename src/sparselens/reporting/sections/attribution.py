@@ -5,6 +5,8 @@ and measured changes) and the Graph itself (graph.json, graph.safetensors). The 
 features of the Graph, the most influential first.
 """
 
+import json
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +21,7 @@ from . import Section, finite, read_tensors, short
 MOST_LINKS = 40  # of an edge's departure and arrival each
 MOST_NODES, MOST_EDGES = 400, 3000
 HEAD = ("layer", "head", "share")
+NAMED = re.compile(r"feature (\d+) of layer (\d+)")  # as Graph.label says it
 MOST_SINGLES = 40  # edges between single nodes, with their checks
 KINDS = ("feature", "error", "token", "position", "bias", "logit")
 # What is shown as it was written.
@@ -33,6 +36,7 @@ class ShownCluster(TypedDict):
     layers: list[int]
     positions: list[int]
     size: int
+    label: str | None  # what most of its features are called
 
 
 class ShownEdge(TypedDict):  # as in trace.json, ends as places among the clusters; None where nothing was written
@@ -46,6 +50,7 @@ class ShownEdge(TypedDict):  # as in trace.json, ends as places among the cluste
     predicted: float | None
     measured: float | None
     predicted_direct: float | None
+    predicted_path: float | None
     measured_direct: float | None
     departure: list[LinkShare]
     arrival: list[LinkShare]
@@ -57,6 +62,7 @@ class ShownMain(TypedDict):  # the edge looked at closely, and what closing its 
     n_links: int | None
     predicted: float | None
     measured: float | None
+    heads_share: float | None  # what cutting its heads did, of what cutting the edge did
 
 
 def trace_files(folder: Path) -> list[Path]:
@@ -101,7 +107,15 @@ def one_trace(value: Mapping[str, Any], name: str) -> dict[str, object]:
         "clusters": clusters, "edges": edges, "main": _main(value.get("main"), edges, place),
         "looks": [_look(look) for look in value.get("looks") or []],
         "singles": short(((value.get("interventions") or {}).get("rows") or [])[:MOST_SINGLES], 6),
+        "cut": short(value.get("cut"), 5), "labels": _labels(value),
     }  # fmt: skip
+
+
+def _labels(value: Mapping[str, Any]) -> dict[str, str]:
+    """Labels of the features that texts of the page name; the kept ones have cards."""
+    labels, texts = value.get("labels") or {}, json.dumps([value.get("interventions"), value.get("looks")])
+    named = {f"{layer}/{feature}" for feature, layer in NAMED.findall(texts)}
+    return {name: str(labels[name]) for name in sorted(named & labels.keys())}
 
 
 def _main(main: dict[str, Any] | None, edges: list[ShownEdge], place: dict[str, int]) -> ShownMain | None:
@@ -112,7 +126,8 @@ def _main(main: dict[str, Any] | None, edges: list[ShownEdge], place: dict[str, 
     at = next((i for i, edge in enumerate(edges) if (edge["source"], edge["target"]) == ends), None)
     closed = main.get("closed") or {}
     n_links, predicted, measured = (finite(closed.get(name)) for name in ("n_links", "predicted", "measured"))
-    return {"edge": at, "n_links": n_links, "predicted": predicted, "measured": measured}
+    share = finite((main.get("heads_cut") or {}).get("share"))
+    return {"edge": at, "n_links": n_links, "predicted": predicted, "measured": measured, "heads_share": share}
 
 
 def _look(look: dict[str, Any]) -> dict[str, object]:
@@ -125,7 +140,7 @@ def _cluster(cluster: dict[str, Any]) -> ShownCluster:
     return {
         "name": str(cluster.get("name", "?")), "kind": cluster.get("kind", "feature"),
         "layers": cluster.get("layers") or [0, 0], "positions": cluster.get("positions") or [],
-        "size": cluster.get("n_features", len(cluster.get("nodes") or [])),
+        "size": cluster.get("n_features", len(cluster.get("nodes") or [])), "label": cluster.get("label"),
     }  # fmt: skip
 
 
@@ -143,7 +158,8 @@ def _edge(edge: dict[str, Any], place: dict[str, int]) -> ShownEdge | None:
         "source": source, "target": target, "flow": finite(abs(edge.get("flow", edge["weight"]))),
         "weight": number("weight"), "single_hop": number("single_hop"), "multi_hop": number("multi_hop"),
         "direct": number("direct"), "predicted": number("predicted"), "measured": number("measured"),
-        "predicted_direct": number("predicted_direct"), "measured_direct": number("measured_direct"),
+        "predicted_direct": number("predicted_direct"), "predicted_path": number("predicted_path"),
+        "measured_direct": number("measured_direct"),
         "departure": short((edge.get("departure") or [])[:MOST_LINKS], 6),
         "arrival": short((edge.get("arrival") or [])[:MOST_LINKS], 6),
         "heads": [{key: head.get(key) for key in HEAD} for head in edge.get("heads_for_80") or []],

@@ -16,6 +16,7 @@ from .training import resume_command, title
 ROLES = ("base", "control", "sparse")
 OTHERS = {"dense": "dense base", "control": "dense control"}
 GOOD_COMPLETENESS = 1e-3
+CUT_AIMS = {"pearson_path": 0.9, "spearman_path": 0.8, "sign_agreement": 0.95}
 Row = dict[str, Any]  # of a file of the Run: evaluation.json, summary.json, run.json's config
 Verdict = dict[str, str]  # what a rule says
 
@@ -84,13 +85,34 @@ def verdicts(
     nothing = "For one task no circuit was found."
     found += [_verdict("missed", "Circuits", problem, nothing) for problem in circuits.get("problems", [])]
     for trace in traces:
-        if (error := trace.get("completeness_error")) is not None:
-            state = "met" if error <= GOOD_COMPLETENESS else "missed"
-            text = f"largest relative residual of any row {error:.1e} (at most {GOOD_COMPLETENESS:.0e})"
-            how = "adds up" if state == "met" else "does not add up"
-            sentence = f"The attribution of the {trace['role']} model {how}."
-            found.append(_verdict(state, f"Attribution adds up ({trace['role']} model)", text, sentence))
+        found += _of_trace(trace)
     return sorted(found, key=lambda verdict: verdict["state"] != "missed")
+
+
+def _of_trace(trace: Row) -> list[Verdict]:
+    """Whether cutting an edge does what the picture says. That rows add up is bookkeeping: small print, if true."""
+    error, cut, who = trace.get("completeness_error"), trace.get("cut") or {}, f"({trace['role']} model)"
+    found = []
+    adds_up = "" if error is None else f"; rows add up to {error:.1e}"
+    if error is not None and error > GOOD_COMPLETENESS:
+        text = f"largest relative residual of any row {error:.1e} (at most {GOOD_COMPLETENESS:.0e})"
+        sentence = f"The attribution of the {trace['role']} model does not add up."
+        found.append(_verdict("missed", f"Attribution adds up {who}", text, sentence))
+    label = f"Cutting it does what the picture says {who}"
+    if not cut.get("n"):
+        text, sentence = f"trace the prompt again{adds_up}", f"No edge of the {trace['role']} model's picture was cut."
+        return [*found, _verdict("open", label, text, sentence)]
+    figures = [cut.get(name) for name in CUT_AIMS]
+    met = all(value is None or value >= aim for value, aim in zip(figures, CUT_AIMS.values(), strict=True))
+    pearson, spearman, signs = ("–" if value is None else f"{value:.2f}" for value in figures)
+    text = (
+        f"{cut['n']} edges cut one by one, MLPs held: predicted along the cut against measured, Pearson {pearson} "
+        f"(at least 0.9), Spearman {spearman} (0.8), sign right in a share of {signs} of {cut.get('n_signs')} large "
+        f"effects (0.95){adds_up}"
+    )
+    does = "does what its picture says" if met else "does not always do what its picture says"
+    sentence = f"Cutting an edge of the {trace['role']} model {does}."
+    return [*found, _verdict("met" if met else "missed", label, text, sentence)]
 
 
 def _verdict(state: str, label: str, detail: str, sentence: str) -> Verdict:

@@ -1,0 +1,83 @@
+"""Labels from facts about words."""
+
+import pytest
+
+from sparselens.faces.labels import Background, Context, facts, label, shares
+
+PLAIN = ["Once", " upon", " a", " time", " there", " was", " a", " small", " dog", "."]
+
+
+def contexts(*texts):
+    """Texts with the strongest token in [brackets], tokens between bars."""
+    made = []
+    for place, text in enumerate(texts, 20):
+        pieces = text.split("|")
+        at = next(i for i, piece in enumerate(pieces) if piece.strip().startswith("[") and piece.endswith("]"))
+        pieces[at] = pieces[at].replace("[", "").replace("]", "")
+        made.append(Context(pieces, at, place))
+    return made
+
+
+def labelled(*texts, promoted=()):
+    found = [facts(one) for one in contexts(*texts)]
+    background = Background()
+    for at in range(1, len(PLAIN)):  # ordinary text, in which nothing stands out
+        background.add(shares([facts(Context(PLAIN, at, 20))]))
+    return label(found, background, promoted)
+
+
+@pytest.mark.parametrize(
+    "texts, expected",
+    [
+        (("The| ball| was| [red]", "A| [red]| car", "Her| dress| is| [red]"), "the word “red”"),
+        (("He| is| walk|[ing]", "She| was| sing|[ing]", "They| are| jump|[ing]"), "the piece “ing”"),
+        (("He| has| [12]| cats", "at| [7]| o", "all| [31]| days"), "numbers"),
+        (("the| year| [1987]", "since| [2003]", "until| [1912]"), "years"),
+        (('He| said|,| "|[Go]', 'She| said|,| "|[What]', 'Ben| said|,| "|[No]'), "after an opening quote"),
+        (("now| [Tom]| ran", "but| [Sue]| sat", "then| [Ben]| ate"), "names"),
+        (("Tom| ran| and| [Tom]| fell", "Sue| sat| and| [Sue]| ate", "Ben| saw| that| [Ben]| won"),
+         "names, second mention"),
+        (("a| [red]| hat", "a| [blue]| hat", "a| [green]| hat"), "colours"),
+        (("one| [,]| two", "red| [,]| blue", "he| [,]| she"), "the mark “,”"),
+        (("I| was| [quickly]", "she| [slowly]", "we| [sadly]| left"), "words in -ly"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_labels(texts, expected):
+    found = labelled(*texts)
+    assert expected in found.text, found
+    assert found.fits == len(texts)
+
+
+def test_start_of_the_text():
+    found = [facts(Context(["<s>", "Once"], 0, 0)), facts(Context(["<s>", "The"], 0, 0))]
+    assert label(found, Background()).text.startswith("the start of the text")
+
+
+def test_several_words_and_none():
+    both = labelled("so| [big]| a", "how| [large]| it", "very| [big]", "most| [large]")
+    assert set(both.text.split(", ")) == {"“big”", "“large”"}
+    mixed = labelled("so| [apple]", "|| [run]", "and| [Sue]", "12| [.]")
+    assert mixed.text.startswith("mixed: ") and mixed.fits == 0
+    assert (
+        labelled("so| [apple]", "|| [run]", "and| [Sue]", "12| [.]", promoted=[(" cat", 9.0)]).text == "promotes “cat”"
+    )
+    assert label([], Background()).text == "fired nowhere"
+
+
+def test_what_most_contexts_share_and_others_lack_wins():
+    """A word that every feature fires on says less than a rarer one beside it."""
+    background = Background()
+    for _ in range(50):
+        background.add({"the word “the”": 1.0})
+    found = [{"the word “the”": 1.0, "after “of”": 0.9}] * 5
+    assert label(found, background).text == "after “of”"
+    assert label(found, Background()).text.startswith("the word “the”")
+
+
+def test_fixed_forms_are_told_by_their_places():
+    texts = [["3", "6", "+", digit, "8", "=", "?"] for digit in "125790"]
+    found = [facts(Context(pieces, 6, 6)) for pieces in texts]
+    background = Background()
+    background.add({"the mark “?”": 1.0, "token 6 of the text": 1.0, "after “=”": 1.0, "“+” at token 2": 1.0})
+    assert {"“3” at token 0", "“6” at token 1"} & set(label(found, background).text.split(", "))
