@@ -132,11 +132,7 @@ class Sparsify:
 
     @property
     def trains_control(self) -> bool:
-        """Whether a control is asked for and has something to learn.
-
-        KL of the base to itself is 0, and so is its gradient. Trained all the same it would drift by rounding noise, of
-        which Adam makes full steps (docs/LOG.md).
-        """
+        """Whether a control is asked for and has something to learn: KL of the base to itself is 0 without training."""
         return self.control and not (self.loss == "kl" and self.training.weight_decay == 0)
 
 
