@@ -109,6 +109,20 @@ def test_tinystories_has_every_reading_and_what_its_figures_need(tmp_path: Path)
         assert len(circuit["circuit"]) >= enough(circuit), "figure 3 draws them all"
 
 
+def test_smollm2_is_read_by_attention_edges_at_two_densities():
+    found = comparison("smollm2-135m")
+    tasks = ["greater-than", "ioi", "docstring", "ioi-long"]
+    for reading in ("removed", "share"):
+        assert list(found["readings"][reading]) == tasks
+        assert all(list(rows) == ["0.8", "0.9", "0.95", "0.98"] for rows in found["readings"][reading].values())
+    assert list(found["open_edges"]) == tasks and list(found["denser"]["open_edges"]) == tasks[:3]
+    assert found["pair"]["density"] < 0.0015 < found["denser"]["pair"]["density"] < 0.004
+    assert found["pair"]["loss"]["control"] == found["pair"]["loss"]["base"], "taught by the base it stays the base"
+    for task in tasks[:3]:  # fewer edges, smaller circuits
+        sparser, denser = (part["readings"]["removed"][task]["0.9"] for part in (found, found["denser"]))
+        assert sparser["low"] > denser["high"] and sparser["dense_edges"] == denser["dense_edges"]
+
+
 def test_seeds_are_told_one_by_one():
     for seed, found in comparison("smollm2-135m-seeds")["by_seed"].items():
         for reading, tasks in found["readings"].items():
