@@ -33,7 +33,7 @@ def test_budgets_share_a_control_and_are_not_run_twice(tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)  # the cache of tokens
     write_inputs(tmp_path)
     pareto.main(command(tmp_path, "0.5"))
-    lines = [tmp_path / "runs" / "0.5" / name / "metrics.jsonl" for name in ("", "control")]
+    lines = [tmp_path / "runs" / "0.5" / name for name in ("metrics.jsonl", "control/model/model.safetensors")]
     before = [path.read_bytes() for path in lines]
     pareto.main(command(tmp_path, "0.2", "0.5"))  # another budget, and in front: the control stays where it is
     assert [path.read_bytes() for path in lines] == before

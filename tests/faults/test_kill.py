@@ -20,7 +20,8 @@ TIMES = ("tokens_per_second", "seconds", "minutes")
 
 def sparsify(ground: Path, out: Path, *more) -> list:
     sizes = ["--length", 16, "--batch", 2, "--steps", STEPS, "--heldout-tokens", 300]
-    often = ["--evaluate-every", 5, "--checkpoint-every", 2, "--control"]
+    # With weights that decay the control is trained, too.
+    often = ["--evaluate-every", 5, "--checkpoint-every", 2, "--control", "--weight-decay", 0.01]
     places = ["--data", ground / "text.txt", "--cache", out.parent / "cache", "--out", out]
     return ["sparsify", ground / "base", *places, *sizes, *often, *more]
 

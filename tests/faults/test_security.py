@@ -51,7 +51,7 @@ def bombs(tmp_path):
 COMMANDS = {
     "model": ["discover", "base", "--task", "pairs.jsonl"],
     "run": ["export", "run", "--out", "new"],
-    "transcoder": ["trace", "base", "--transcoder", "coder", "--prompt", PROMPT],
+    "transcoder": ["trace", "run", "--transcoder", "coder", "--prompt", PROMPT],
     "resume": ["sparsify", "base", "--data", "text.txt", "--out", "run", "--cache", "cache", "--length", "16",
                "--batch", "2", "--steps", "20", "--evaluate-every", "10", "--heldout-tokens", "300", "--resume"],
     "report": ["report", "run"],

@@ -201,7 +201,7 @@ def test_the_address_restores_everything(studio, open_tab):
 def test_features_and_why(studio, open_tab):
     tab = open_tab(studio.address).answered()
     page = tab.page
-    page.locator("#features").click()
+    page.locator("#show-features").click()
     choice = page.locator("[data-feature]").first
     choice.select_option("0")
     page.locator("#p-after").wait_for()

@@ -102,3 +102,23 @@ def test_push_publishes_what_export_writes(runs, monkeypatch):
 def test_names_of_the_machine_stay_on_it():
     assert short_name("gpt2") == "gpt2" and short_name("org/model") == "org/model"
     assert short_name("/home/me/models/mine") == "mine" and short_name("../a/b.gguf") == "b"
+
+
+@pytest.mark.parametrize("name", ["full", "lora"])
+def test_a_difference_to_the_base_says_what_it_costs(runs, tmp_path, name):
+    """A LoRA run is merged first; what comes back is measured on the Run's own held-out text."""
+    said = []
+    out = export(runs / name, tmp_path / "small", delta=8, say=said.append)
+    about = json.loads((out / "delta.json").read_text())
+    assert (
+        about["cost"]["sequences"] > 1 and 0 <= about["cost"]["kl"] < 1e-4 and abs(about["cost"]["loss_added"]) < 1e-3
+    )
+    assert "difference to" in said[0] and "8 bits" in said[0] and "held-out sequences" in said[0]
+    ids = torch.randint(2, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted, found = (load(folder)[0](input_ids=ids).logits for folder in (runs / name, out))
+    assert torch.allclose(wanted, found, atol=1e-3)
+    main(["export", str(runs / name), "--out", str(tmp_path / "four"), "--delta", "4"])
+    assert json.loads((tmp_path / "four" / "delta.json").read_text())["bits"] == 4
+    with pytest.raises(SystemExit):
+        main(["export", str(runs / name), "--push", "me/it", "--delta", "4"])

@@ -137,6 +137,8 @@ class Export:
     """Its name on the hub (mit, apache-2.0, ...). Default: the base model's, where that can be found."""
     adapter: bool = False
     """Keep a LoRA adapter as an adapter (small, needs its base) instead of merging it into the weights."""
+    delta: Annotated[Literal[8, 4] | None, arg(help_behavior_hint="")] = None
+    """Write the difference to the base in so many bits: small, needs its base, and says what the rounding costs."""
 
     def __call__(self) -> None:
         from ..serving.export import export, push
@@ -144,10 +146,14 @@ class Export:
         if (self.out is None) == (self.push is None):
             raise ValueError("export writes a folder (--out) or publishes on the hub (--push); give one of them")
         options: dict[str, Any] = {"merge": not self.adapter, "license": self.license}
+        if self.delta is not None:
+            if self.push is not None or self.adapter:
+                raise ValueError("--delta writes a folder (--out), of merged weights; leave out --push and --adapter")
+            options["delta"] = self.delta
         if self.push is not None:
             print(f"published: {push(self.run, self.push, self.private, **options)}")
         if self.out is not None:
-            print(f"model and README.md are in {export(self.run, self.out, **options)}")
+            print(f"the model is in {export(self.run, self.out, **options)}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -153,16 +153,7 @@ def _of_run(run: Run, asked: Asked) -> list[EvaluationRow]:
     about_data = config.get("data", {})
 
     def text(_: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Slice | None:
-        made = None if asked.data else make_again(about_data)
-        if made is not None:
-            return made, *report_slice(made)
-        if not asked.data and "text" not in config:  # trained on sequences that nobody can make again
-            if asked.without_text:
-                return None
-            raise ValueError(f"{run.path} does not say where its text is; give some with --data")
-        batches = _text(run, tokenizer, asked)
-        start, count = report_slice(batches) if not asked.data else (0, batches.n_heldout)
-        return batches, start, min(count, asked.sequences)
+        return _report_text(run, tokenizer, asked)
 
     sources: list[tuple[str, Source]] = [("base", run.started_from)]
     for kind, folder in (("control", run.path / "control" / "model"), ("sparse", run.path / "model")):
@@ -171,6 +162,29 @@ def _of_run(run: Run, asked: Asked) -> list[EvaluationRow]:
     length = about_data.get("length") or Text().length
     micro = distributed.micro_batch(training["batch"], training["micro_batch"], length)
     return _rows(sources, text, asked, micro, bf16=in_bf16(training["precision"]))
+
+
+def _report_text(run: Run, tokenizer: PreTrainedTokenizerBase, asked: Asked) -> Slice | None:
+    """What the Run held out and steered nothing, or other text; None where nobody can make the sequences again."""
+    config = run.record["config"]
+    made = None if asked.data else make_again(config.get("data", {}))
+    if made is not None:
+        return made, *report_slice(made)
+    if not asked.data and "text" not in config:
+        if asked.without_text:
+            return None
+        raise ValueError(f"{run.path} does not say where its text is; give some with --data")
+    batches = _text(run, tokenizer, asked)
+    start, count = report_slice(batches) if not asked.data else (0, batches.n_heldout)
+    return batches, start, min(count, asked.sequences)
+
+
+def heldout_of(run: Run, tokenizer: PreTrainedTokenizerBase, sequences: int = 64) -> Slice | None:
+    """(batches, first, count): some of the sequences a Run is reported on; None where they are not to be had."""
+    try:
+        return _report_text(run, tokenizer, Asked([], sequences, [], None, None, [], [], print))
+    except (ValueError, OSError):  # sequences made in Python, or text that is gone or has changed
+        return None
 
 
 def _of_models(sources: list[Source], asked: Asked) -> list[EvaluationRow]:

@@ -137,6 +137,25 @@ def refuse_other_attention(module: nn.Module, *_: Any) -> None:
         )
 
 
+def is_gated(model: nn.Module) -> bool:
+    """Whether a model is sparse; ValueError where its config says so but nothing would close an edge."""
+    if getattr(model.config, "sparselens", None) is None:
+        return False
+    for module in attention_modules(model):
+        if getattr(module, "gate_bias", None) is None:
+            raise ValueError(
+                "this model's config says that it is sparse, but it has lost its gates, as from_pretrained() with an "
+                "attn_implementation of its own leaves them out; load it with sparselens.load()"
+            )
+        refuse_other_attention(module)
+    return True
+
+
+def gate_biases(model: nn.Module) -> list[nn.Parameter]:
+    """The gate bias [n_heads] of every layer."""
+    return [module.gate_bias for module in attention_modules(model)]  # type: ignore[misc]
+
+
 def give_patterns(decoder: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Before every forward of a decoder with gates: whoever asks for attentions and not what kind gets patterns.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..runs import distributed
 from .architectures import base_model, blocks
-from .loading import gate_biases, is_gated
+from .attention import gate_biases, is_gated
 
 EACH, MATRICES = 3, 64  # weights of each matrix; matrices, evenly over the model
 ALIKE = 5e-3  # relative distance up to which two sketches are of one model

@@ -28,7 +28,8 @@ from ..runs import distributed
 from ..runs.run import Run, read_json, reading, whole_folder
 from .access import SAFE, access, check_versions, quiet, refusing
 from .architectures import architecture, attention_modules, base_model, dimensions
-from .attention import NAME, give_patterns, refuse_other_attention
+from .attention import NAME, gate_biases as gate_biases, give_patterns, is_gated as is_gated, refuse_other_attention
+from .delta import ABOUT as DELTA, apply_delta, read_about
 
 INDEX = "model.safetensors.index.json"  # which file has which weight, where there are several
 # What a verb may be given as its model.
@@ -76,31 +77,14 @@ def add_gates(model: PreTrainedModel, gate: Gate | None = None) -> PreTrainedMod
     return model
 
 
-def is_gated(model: nn.Module) -> bool:
-    """Whether a model is sparse; ValueError where its config says so but nothing would close an edge."""
-    if getattr(model.config, "sparselens", None) is None:
-        return False
-    for module in attention_modules(model):
-        if getattr(module, "gate_bias", None) is None:
-            raise ValueError(
-                "this model's config says that it is sparse, but it has lost its gates, as from_pretrained() with an "
-                "attn_implementation of its own leaves them out; load it with sparselens.load()"
-            )
-        refuse_other_attention(module)
-    return True
-
-
-def gate_biases(model: nn.Module) -> list[nn.Parameter]:
-    """The gate bias [n_heads] of every layer."""
-    return [module.gate_bias for module in attention_modules(model)]  # type: ignore[misc]
-
-
 def load(
-    source: str | Path | Run, gate: Gate | None = None, dtype: str = "float32", device: str | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    source: str | Path | Run, gate: Gate | None = None, dtype: str = "float32", device: str | None = None,
+    base: str | Path | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:  # fmt: skip
     """(model, tokenizer) from a hub name, a folder, a Run or a .gguf file: dense or sparse, as it was saved.
 
-    gate: put gates into a dense model. Refused for a model that has gates already.
+    gate: put gates into a dense model. Refused for a model that has gates already. base: where the base is of a folder
+    that holds the difference to one (`export --delta`); by default where it was.
     """
     if not isinstance(source, str | Path | Run):
         raise ValueError(f"expected a name, a path or a Run to load, got {one_thing(source)}")
@@ -115,7 +99,11 @@ def load(
             raise ValueError(Run(source).without_model())
         source = path
     model: Any
-    if (path / "adapter_config.json").is_file():
+    if base is not None and not (path / DELTA).is_file():
+        raise ValueError(f"{source} is a whole model; base= is for the difference to one, as export --delta writes it")
+    if (path / DELTA).is_file():
+        model, tokenizer = _load_delta(path, dtype, base)
+    elif (path / "adapter_config.json").is_file():
         model, tokenizer = _load_adapter(path, dtype)
     elif path.suffix == ".gguf":
         model, tokenizer = _load_gguf(path, dtype)
@@ -349,6 +337,22 @@ def _load_adapter(path: Path, dtype: str) -> tuple[Any, PreTrainedTokenizerBase]
         model = PeftModel.from_pretrained(base, str(path), config=config)
     _restore_gates(base, gates)
     return model, tokenizer
+
+
+def _load_delta(path: Path, dtype: str, base: str | Path | None) -> tuple[Any, PreTrainedTokenizerBase]:
+    about = read_about(path)
+    try:
+        model, tokenizer = load(about["base"] if base is None else base)
+    except ValueError as error:
+        if base is not None:
+            raise
+        raise ValueError(
+            f"{path} needs its base, {about['base']!r}: {error}. Say where: sl.load(folder, base=...)"
+        ) from None
+    gates = apply_delta(model, path)
+    add_gates(model, Gate(normalise=about["normalise"]))  # type: ignore[arg-type]
+    _restore_gates(model, gates)
+    return model.to(getattr(torch, dtype)), tokenizer
 
 
 def save(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path) -> Path:

@@ -19,6 +19,7 @@ from ..models.loading import first_token, load, save
 from ..reporting.figures.flow import draw_flow
 from ..runs.rows import EvaluationRow
 from ..runs.run import Run, check_folder, read_json, reading, whole_folder, write_bytes, write_json
+from .deltas import export_delta
 from .publish import flow_of, look
 
 ADAPTER, FIGURE = "adapter_config.json", "figure1.png"
@@ -32,9 +33,11 @@ WITH_CONTROL = (
 
 def export(
     run: str | Path | Run, out: str | Path, merge: bool = True, *, license: str | None = None,
-    repository: str | None = None, say: Callable[[str], None] = print,
+    repository: str | None = None, delta: int | None = None, say: Callable[[str], None] = print,
 ) -> Path:  # fmt: skip
     """Write the sparse model of a Run as a Hugging Face folder with a README.md and figure 1; returns the folder.
+
+    delta: 8 or 4: write its difference to the base in so many bits instead, and what the rounding costs (delta.json).
 
     merge: fold LoRA adapters into the weights. False keeps the adapter, which needs its base to be found again.
     license: its name on the hub (mit, apache-2.0, ...); by default the base model's, where that can be found.
@@ -52,6 +55,8 @@ def export(
     if not merge and not is_adapter:
         raise ValueError(f"the run {source.path} trained all weights: it has no adapter to export; leave out --adapter")
     check_folder(out)
+    if delta is not None:
+        return export_delta(source, out, delta, say)
     model, tokenizer = load(source.path)
     first = first_token(tokenizer)
     if is_adapter and not merge and repository is not None and not _on_hub(source):

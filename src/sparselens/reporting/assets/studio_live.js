@@ -437,7 +437,7 @@ export class LiveStudio {
         { class: "card stack" },
         element("h3", {}, "Heads"),
         element("div", { class: "scroll" }, table(["head", "if silenced, nats", ""], headRows)),
-        this.models[this.state.role].features ? button("Show features", () => this.showFeatures(), { id: "features" }) : null,
+        this.models[this.state.role].features ? button("Show features", () => this.showFeatures(), { id: "show-features" }) : null,
         this.featureBox,
       ),
     );
