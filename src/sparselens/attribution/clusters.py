@@ -399,14 +399,18 @@ def _named_edge(
 
 def _strongest_edge(clusters: Sequence[Cluster], edges: Sequence[ClusterEdge]) -> ClusterEdge:
     output = next(i for i, c in enumerate(clusters) if c.kind == "output")
+    candidates = _into_answer(clusters, edges, output) or [e for e in edges if e.target == output]
+    if not candidates:
+        raise ValueError(f"no cluster feeds {clusters[output].name!r}: list more nodes, or trace with a larger budget")
+    return max(candidates, key=lambda e: e.flow)
+
+
+def _into_answer(clusters: Sequence[Cluster], edges: Sequence[ClusterEdge], output: int) -> list[ClusterEdge]:
+    """Edges into the answer and what pushes it: those from other positions, and of them those that raise, if any."""
     answers = {output, *(i for i, c in enumerate(clusters) if c.kind == "say")}
     # What a model parks on the token before the text is no part of the story.
     idle = {i for i, c in enumerate(clusters) if c.positions == [0] and START.fullmatch(c.name)}
     into = [e for e in edges if e.target in answers and e.source not in answers | idle]
     at = clusters[output].positions[0]
     elsewhere = [e for e in into if at not in clusters[e.source].positions]
-    raising = [e for e in elsewhere if e.weight > 0]
-    candidates = raising or elsewhere or into or [e for e in edges if e.target == output]
-    if not candidates:
-        raise ValueError(f"no cluster feeds {clusters[output].name!r}: list more nodes, or trace with a larger budget")
-    return max(candidates, key=lambda e: e.flow)
+    return [e for e in elsewhere if e.weight > 0] or elsewhere or into

@@ -86,21 +86,17 @@ def versions() -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Parse, run, and turn expected failures into one sentence and an exit code."""
     given = sys.argv[1:] if arguments is None else arguments
-    if not given or given[0] in ("-h", "--help", "--version"):
+    if not given:
+        print(overview())
+        print("sparselens: no command given; begin with `sparselens demo`", file=sys.stderr)
+        sys.exit(2)
+    if given[0] in ("-h", "--help", "--version"):
         print(versions() if given == ["--version"] else overview())
-        if not given:
-            print("sparselens: no command given; begin with `sparselens demo`", file=sys.stderr)
-        sys.exit(0 if given else 2)
+        sys.exit(0)
     command = _parse(given)
     prog = "sparselens" if distributed.is_main() else f"sparselens, process {distributed.rank()}"
     try:
-        if distributed.world() > 1 and not isinstance(command, SparsifyCommand | TranscodeCommand | DiscoverCommand):
-            raise ValueError("only sparsify, transcode and discover use several processes; run this without a launcher")
-        _check(command)
-        if isinstance(command, OnDevice):
-            distributed.choose_device(command.device)
-        command()
-        distributed.stop()
+        _run(command)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
@@ -109,23 +105,37 @@ def main(arguments: list[str] | None = None) -> None:
                 print(f"sparselens: {error}", file=sys.stderr)
             distributed.stop()
             sys.exit(130)
-        if os.environ.get("SPARSELENS_DEBUG"):
+        sentence = None if os.environ.get("SPARSELENS_DEBUG") else _sentence(error)
+        if sentence is None:
             raise
-        if isinstance(error, ValueError | OSError):
-            print(f"{prog}: {one_line(error)}", file=sys.stderr)
-            sys.exit(2)
-        if isinstance(error, RuntimeError | MemoryError):
-            from ..training.measure import out_of_memory
+        print(f"{prog}: {sentence}", file=sys.stderr)
+        sys.exit(2)
 
-            if out_of_memory(error):
-                lower = "--batch or --micro-batch (training), --memory-mb (discover, trace), or the prompts' length"
-                print(f"{prog}: not enough memory; lower {lower} ({one_line(error, 200)})", file=sys.stderr)
-                sys.exit(2)
-        if distributed.world() > 1 and re.search("gloo|nccl|connection", str(error), re.IGNORECASE):
-            lost = "another process of this run has ended or cannot be reached; start them all again with --resume"
-            print(f"{prog}: {lost} ({one_line(error, 200)})", file=sys.stderr)
-            sys.exit(2)
-        raise
+
+def _run(command: Command) -> None:
+    if distributed.world() > 1 and not isinstance(command, SparsifyCommand | TranscodeCommand | DiscoverCommand):
+        raise ValueError("only sparsify, transcode and discover use several processes; run this without a launcher")
+    _check(command)
+    if isinstance(command, OnDevice):
+        distributed.choose_device(command.device)
+    command()
+    distributed.stop()
+
+
+def _sentence(error: Exception) -> str | None:
+    """An expected failure in words; None: a mistake of ours, to be shown in full."""
+    if isinstance(error, ValueError | OSError):
+        return one_line(error)
+    if isinstance(error, RuntimeError | MemoryError):
+        from ..training.measure import out_of_memory
+
+        if out_of_memory(error):
+            lower = "--batch or --micro-batch (training), --memory-mb (discover, trace), or the prompts' length"
+            return f"not enough memory; lower {lower} ({one_line(error, 200)})"
+    if distributed.world() > 1 and re.search("gloo|nccl|connection", str(error), re.IGNORECASE):
+        lost = "another process of this run has ended or cannot be reached; start them all again with --resume"
+        return f"{lost} ({one_line(error, 200)})"
+    return None
 
 
 def _check(command: Any) -> None:

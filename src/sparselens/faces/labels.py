@@ -20,6 +20,7 @@ SEVERAL = 0.7  # that two or three words must cover together
 LISTED = 3
 FIXED = 12  # first tokens of a text whose places are looked at
 CLEAR = 8.0  # standard deviations over the vocabulary: a word so much promoted is named
+NAMING = ("the word", "the piece", "the mark")  # facts that begin so name the strongest token itself
 KINDS = {
     "pronouns": "i you he she it we they me him her us them his hers its their my your our mine yours theirs",
     "articles": "a an the", "conjunctions": "and or but nor so yet because if although while when than",
@@ -79,30 +80,43 @@ def facts(context: Context) -> dict[str, float]:
 
 
 def _word_facts(pieces: Sequence[str], at: int, left: str) -> dict[str, float]:
-    piece, text = pieces[at], pieces[at].strip()
-    begins = at == 0 or piece[:1].isspace() or not left[-1:].isalnum()
-    end = at + 1
-    while end < len(pieces) and pieces[end][:1].isalpha() and piece[-1:].isalpha():
-        end += 1
-    whole = begins and end == at + 1
-    found = {f"the word {_quoted(text.lower())}" if whole else f"the piece {_quoted(text)}": 1.0}
-    first = at
-    while first > 0 and pieces[first][:1].isalpha() and pieces[first - 1][-1:].isalpha():
-        first -= 1
+    text, (first, end) = pieces[at].strip(), _word_at(pieces, at)
     word = "".join(pieces[first:end]).strip()
-    if not whole:
+    begins = at == 0 or pieces[at][:1].isspace() or not left[-1:].isalnum()
+    if begins and end == at + 1:
+        found = {f"the word {_quoted(text.lower())}": 1.0}
+    else:
+        found = {f"the piece {_quoted(text)}": 1.0}
         found["the end of a word" if end == at + 1 else "the beginning of a word"] = 0.8
         found[f"in the word {_quoted(word.lower())}"] = 1.0
-    low = word.lower()
-    if kind := _KIND.get(low):
-        found[kind] = 0.95
+    return found | _form_facts(word.lower()) | _text_facts(word, "".join(pieces[:first]))
+
+
+def _word_at(pieces: Sequence[str], at: int) -> tuple[int, int]:
+    """(first, end) of the pieces that make up the word."""
+    first, end = at, at + 1
+    while end < len(pieces) and pieces[end][:1].isalpha() and pieces[at][-1:].isalpha():
+        end += 1
+    while first > 0 and pieces[first][:1].isalpha() and pieces[first - 1][-1:].isalpha():
+        first -= 1
+    return first, end
+
+
+def _form_facts(low: str) -> dict[str, float]:
+    """What a word in small letters is, whatever stands around it."""
+    found = {_KIND[low]: 0.95} if low in _KIND else {}
     if low.isdigit():
         found["years" if len(low) == 4 and low[0] in "12" else "numbers"] = 0.95
     elif len(low) > 4 and low.isalpha():
         found[f"words in -{low[-3:]}"] = 0.85
         found[f"words in -{low[-2:]}"] = 0.75
-    said = re.search(rf"(?<!\w){re.escape(word)}(?!\w)", left[: len(left) - len("".join(pieces[first:at]))])
-    inside = "".join(pieces[:first]).rstrip()
+    return found
+
+
+def _text_facts(word: str, before: str) -> dict[str, float]:
+    """What a word is in its text: a name, a beginning, said before."""
+    said = re.search(rf"(?<!\w){re.escape(word)}(?!\w)", before)
+    inside, found = before.rstrip(), dict[str, float]()
     begun = not inside or inside[-1] in ENDS + EITHER + OPEN + CLOSE + ":"
     if word[:1].isupper() and len(word) > 1:
         found["the first word of a sentence" if begun else "names"] = 0.9
@@ -110,7 +124,7 @@ def _word_facts(pieces: Sequence[str], at: int, left: str) -> dict[str, float]:
             found["capitals"] = 0.9
         if not begun and said:
             found["names, second mention"] = 1.05
-    if said and low not in _PLAIN:
+    if said and word.lower() not in _PLAIN:
         found["a word said before"] = 0.85
     return found
 
@@ -181,26 +195,38 @@ def label(
     says = [_quoted(word.strip() or word) for word, z in promoted if z >= CLEAR][:2]
     if not found:
         return Label(f"promotes {', '.join(says)}, fired nowhere" if says else "fired nowhere", 0)
-    worth = {fact: value for facts_of in found for fact, value in facts_of.items()}
-    if not any(fact.startswith("token ") and n >= SURE for fact, n in shares(found).items()):
-        # Which words stand at which places says something of texts that all have one form, such as sums.
-        found = [{fact: value for fact, value in one.items() if " at token " not in fact} for one in found]
-    ranked = sorted(
-        ((_score(share, background.rate(fact), worth[fact]), fact, share) for fact, share in shares(found).items()
-         if share >= SHARED), reverse=True,
-    )  # fmt: skip
-    words = Counter(fact for one in found for fact in one if fact.startswith(("the word", "the piece", "the mark")))
-    if ranked and (ranked[0][2] >= SURE or not _few(words, len(found))):
+    found = _telling(found)
+    ranked = _ranked(found, background)
+    words = Counter(fact for one in found for fact in one if fact.startswith(NAMING))
+    few = _few(words, len(found))
+    if ranked and (ranked[0][2] >= SURE or not few):
         _, fact, share = ranked[0]
         text = fact if share >= SURE else f"mostly {fact}"
         return Label(_with(text, ranked[1:], fact, says), sum(fact in one for one in found))
-    if few := _few(words, len(found)):
+    if few:
         text = ", ".join(dict.fromkeys(name.split(" ", 2)[2] for name in few))
         return Label(_with(text, [], "", says), sum(any(name in one for name in few) for one in found))
-    if says:
-        return Label(f"promotes {', '.join(says)}", 0)
+    return Label(f"promotes {', '.join(says)}" if says else _mixed(words), 0)
+
+
+def _mixed(words: Counter[str]) -> str:
     common = [name.split(" ", 2)[2] for name, _ in words.most_common(LISTED)]
-    return Label("mixed: " + ", ".join(common) if common else "mixed", 0)
+    return "mixed: " + ", ".join(common) if common else "mixed"
+
+
+def _telling(found: Sequence[dict[str, float]]) -> Sequence[dict[str, float]]:
+    """Which words stand at which places says something of texts that all have one form, such as sums; else left out."""
+    if any(fact.startswith("token ") and n >= SURE for fact, n in shares(found).items()):
+        return found
+    return [{fact: value for fact, value in one.items() if " at token " not in fact} for one in found]
+
+
+def _ranked(found: Sequence[dict[str, float]], background: Background) -> list[tuple[float, str, float]]:
+    """(score, fact, share) of what enough contexts share, the most telling first."""
+    worth = {fact: value for one in found for fact, value in one.items()}
+    common = [(fact, share) for fact, share in shares(found).items() if share >= SHARED]
+    return sorted(((_score(share, background.rate(fact), worth[fact]), fact, share) for fact, share in common),
+                  reverse=True)  # fmt: skip
 
 
 def _score(share: float, rate: float, worth: float) -> float:
@@ -220,7 +246,7 @@ def _with(text: str, others: Sequence[tuple[float, str, float]], first: str, say
         for _, fact, share in others
         if share >= 0.9 and (fact.startswith(("after ", "token ")) or " at token " in fact)
     ]
-    if first.startswith(("the word", "the mark", "the piece")) or " at token " in first:
+    if first.startswith(NAMING) or " at token " in first:
         text += "".join(f", {fact}" for fact in beside[: 2 if " at token " in first else 1])
     new = [word for word in says if word.lower() not in text.lower()]
     return text + (f", promotes {', '.join(new)}" if new else "")

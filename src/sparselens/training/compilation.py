@@ -24,27 +24,49 @@ VERSIONS = 64
 @contextmanager
 def faster(models: list[nn.Module], settings: Training, device: str) -> Iterator[None]:
     """Within it the models compute faster. After it they are plain again: whoever looks inside next may want hooks."""
-    compiled = [block for model in models for block in blocks(model)] if compiles(settings, device) else []
+    compiling = _compiled(models) if compiles(settings, device) else nullcontext()
+    with _sharing_kernels(models, device), compiling, _not_capturing(models):
+        yield
+
+
+@contextmanager
+def _sharing_kernels(models: list[nn.Module], device: str) -> Iterator[None]:
     dense = [base for model in models if can_share_kernels(base := base_model(model), device)]
     before = [base.config._attn_implementation for base in dense]
     for base in dense:
         base.set_attn_implementation(UNGATED)
-    for block in compiled:
-        block.compile()  # blocks alike share their compiled code
-    whole = [block for model in models if in_one_graph(model) for block in blocks(model)]
-    hooks = [(module, module._forward_hooks) for block in whole for module in block.modules()]
-    for module, found in hooks:
-        # What transformers collects outputs with: no graph can hold it, and nobody asks for such outputs here.
-        kept = [(key, hook) for key, hook in found.items() if hook.__name__ != "output_capturing_hook"]
-        module._forward_hooks = OrderedDict(kept)
     try:
-        with torch._dynamo.config.patch(recompile_limit=VERSIONS) if compiled else nullcontext():
-            yield
+        yield
     finally:
         for base, attention in zip(dense, before, strict=True):
             base.set_attn_implementation(attention)
+
+
+@contextmanager
+def _compiled(models: list[nn.Module]) -> Iterator[None]:
+    compiled = [block for model in models for block in blocks(model)]
+    for block in compiled:
+        block.compile()  # blocks alike share their compiled code
+    try:
+        with torch._dynamo.config.patch(recompile_limit=VERSIONS):
+            yield
+    finally:
         for block in compiled:
             block._compiled_call_impl = None
+
+
+@contextmanager
+def _not_capturing(models: list[nn.Module]) -> Iterator[None]:
+    """Within it blocks in one graph are without what transformers collects outputs with: no graph can hold it."""
+    whole = [block for model in models if in_one_graph(model) for block in blocks(model)]
+    hooks = [(module, module._forward_hooks) for block in whole for module in block.modules()]
+    for module, found in hooks:
+        # Nobody asks for such outputs here.
+        kept = [(key, hook) for key, hook in found.items() if hook.__name__ != "output_capturing_hook"]
+        module._forward_hooks = OrderedDict(kept)
+    try:
+        yield
+    finally:
         for module, found in hooks:
             module._forward_hooks = found
 

@@ -14,8 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...attribution.rows import ClusterRow, MainRow, MapRow, ModelRows, TraceRows
+from ...attribution.rows import ClusterRow, EdgeRow, MainRow, MapRow, ModelRows, TraceRows
 from .style import BLUE, GREY, INK, LIGHT, ORANGE, SUFFIXES, pyplot, save
+
+Point = tuple[float, float]
 
 RED = "#c8102e"
 WIDTH, MARGIN, GAP = 10.6, 0.22, 0.35  # inches
@@ -241,7 +243,7 @@ class _Page:
         self.text(x, y + 0.075, _box_name(cluster), 8.5, zorder=6, weight="bold" if output else "normal")
         self.text(x, y - 0.09, f"layer {low}" if low == high else f"layer {low}-{high}", 6.5, zorder=6)
 
-    def arrows(self, places: dict[str, tuple[float, float]], high: float) -> None:
+    def arrows(self, places: dict[str, Point], high: float) -> None:
         from matplotlib.patches import FancyArrowPatch
 
         main = self.shown["main"]
@@ -249,28 +251,29 @@ class _Page:
         edges = [e for e in edges if places[e["target"]][1] == high]  # what feeds the answer
         top = max((e["flow"] for e in edges), default=1.0) or 1.0
         for edge in sorted(edges, key=lambda e: e["flow"]):
-            (x, y), (to, above) = places[edge["source"]], places[edge["target"]]
             strength = (edge["flow"] / top) ** 0.5
             is_main = (edge["source"], edge["target"]) == (main["source"], main["target"])
             if strength < 0.1 and not is_main:
                 continue
-            level = y == above
-            side = 0.5 * _box_width(self.named(edge["source"]))
-            over = level and any(x < other < to for other, at in places.values() if at == high)
-            start = (x, y + 0.2) if over or not level else (x + side, y)
-            end = (to - 0.5 * _box_width(self.named(edge["target"])), above) if level else (to, above - 0.2)
-            # No arrow runs behind a box: over those between its ends, or bent so little that it stays below the row.
-            bend = 0.06 if to <= x else min(0.06, 0.2 * (above - y) / (to - x))
-            if over:
-                end, bend = (to, above + 0.2), min(0.3, 1.0 / (to - x))
+            start, end, bend = self.way(edge, places)
             colour = RED if is_main else BLUE if edge["weight"] >= 0 else ORANGE
             self.axis.add_patch(
                 FancyArrowPatch(
                     start, end, arrowstyle="-|>", mutation_scale=6 + 5 * strength, lw=0.5 + 2.2 * strength,
                     color=colour, alpha=1.0 if is_main else 0.35 + 0.5 * strength, zorder=4 if is_main else 3,
-                    connectionstyle=f"arc3,rad={-bend if over or not level else 0:.4f}", shrinkA=0, shrinkB=0,
+                    connectionstyle=f"arc3,rad={bend:.4f}", shrinkA=0, shrinkB=0,
                 )
             )  # fmt: skip
+
+    def way(self, edge: EdgeRow, places: dict[str, Point]) -> tuple[Point, Point, float]:
+        """(start, end, bend) of an arrow that runs behind no box."""
+        (x, y), (to, above) = places[edge["source"]], places[edge["target"]]
+        if y != above:  # bent so little that it stays below the row
+            return (x, y + 0.2), (to, above - 0.2), -(0.06 if to <= x else min(0.06, 0.2 * (above - y) / (to - x)))
+        if any(x < other < to for other, at in places.values() if at == above):  # over the boxes between its ends
+            return (x, y + 0.2), (to, above + 0.2), -min(0.3, 1.0 / (to - x))
+        from_side, to_side = (0.5 * _box_width(self.named(edge[end])) for end in ("source", "target"))
+        return (x + from_side, y), (to - to_side, above), 0.0
 
     def named(self, name: str) -> ClusterRow:
         return next(c for c in self.shown["clusters"] if c["name"] == name)

@@ -90,17 +90,33 @@ def _line(start: tuple[float, float], end: tuple[float, float]) -> list[tuple[fl
 
 
 def _draw_circuit(axis: Axes, found: Reading, shape: tuple[int, int], colour: str) -> None:
-    from matplotlib.collections import LineCollection
-    from matplotlib.colors import to_rgb
-
     n_layers, n_heads = shape
-    edges = found["circuit"]
-    # A head's q, k and v edges are one line; thousands of lines must be thin and pale to leave a picture.
+    strength = _strengths(found)
+    active = {node for line in strength for node in line}
+    _draw_lines(axis, strength, shape, colour)
+    _draw_nodes(axis, active, shape)
+    _name_nodes(axis, shape)
+    axis.text((n_heads - 1) / 2, -2.3, _note(found, active, shape), va="top", ha="center", fontsize=8, color=INK)
+    axis.set_xlim(-1.7, n_heads + 0.9 + 0.25 * n_layers**0.7)
+    axis.set_ylim(-3.4, n_layers + 1.4)
+    axis.axis("off")
+
+
+def _strengths(found: Reading) -> dict[tuple[str, str], float]:
+    """(from, to) -> how strong: a head's q, k and v edges are one line."""
     strength: dict[tuple[str, str], float] = {}
-    for edge, score in edges:
+    for edge, score in found["circuit"]:
         source, target = str(edge).split("->")
         line = (source, target.partition("<")[0])
         strength[line] = strength.get(line, 0.0) + abs(float(score))
+    return strength
+
+
+def _draw_lines(axis: Axes, strength: dict[tuple[str, str], float], shape: tuple[int, int], colour: str) -> None:
+    """Thousands of lines must be thin and pale to leave a picture."""
+    from matplotlib.collections import LineCollection
+    from matplotlib.colors import to_rgb
+
     # One edge in fifty is drawn full: a single one (the first MLP's, often) must not make all others invisible.
     top = sorted(strength.values(), reverse=True)[len(strength) // 50] if strength else 1.0
     faint = min(1.0, (60 / max(len(strength), 1)) ** 0.5)
@@ -110,8 +126,12 @@ def _draw_circuit(axis: Axes, found: Reading, shape: tuple[int, int], colour: st
         share = min(1.0, value / top) ** 0.5 if top else 0.0
         colours.append((*to_rgb(colour), max(0.05, min(1.0, (0.25 + 0.75 * share) * max(faint, share)))))
         widths.append((0.3 + 1.3 * share) * max(faint, 0.35))
-    active = {node for line in strength for node in line}
     axis.add_collection(LineCollection(segments, colors=colours, linewidths=widths, zorder=1, capstyle="round"))
+
+
+def _draw_nodes(axis: Axes, active: set[str], shape: tuple[int, int]) -> None:
+    """Heads round, the rest square; pale where no edge of the circuit ends."""
+    n_layers, n_heads = shape
     size = min(70.0, 900.0 / max(n_heads, n_layers))
     nodes = [f"a{layer}.h{head}" for layer in range(n_layers) for head in range(n_heads)]
     nodes += [f"m{layer}" for layer in range(n_layers)] + ["input", "logits"]
@@ -121,6 +141,10 @@ def _draw_circuit(axis: Axes, found: Reading, shape: tuple[int, int], colour: st
             if chosen:
                 x, y = zip(*chosen, strict=True)
                 axis.scatter(x, y, size, marker=marker, facecolor=face, edgecolor=rim, linewidth=0.8, zorder=order)
+
+
+def _name_nodes(axis: Axes, shape: tuple[int, int]) -> None:
+    n_layers, n_heads = shape
     labels: Any = {"ha": "center", "fontsize": 7, "color": INK}
     for node, dy, side in (("input", -0.38, "top"), ("logits", 0.38, "bottom")):
         across, up = _place(node, shape)
@@ -131,12 +155,12 @@ def _draw_circuit(axis: Axes, found: Reading, shape: tuple[int, int], colour: st
         axis.text(-0.75, layer, f"L{layer}", **labels | {"ha": "right", "va": "center", "fontsize": 6})
     for head in range(0, n_heads, max(1, round(n_heads / 16))):
         axis.text(head, -0.42, f"H{head}", **labels | {"va": "top", "fontsize": 6})
-    heads = sum(node[0] == "a" for node in active)
-    n_edges = found["edges_at"]["0.9"]
-    note = f"{count(n_edges)} edges, {heads} of {n_layers * n_heads} heads"
-    if n_edges > len(edges):  # a long circuit is listed in part (`discover`), and so it is drawn
-        note = f"{count(n_edges)} edges, the strongest {len(edges):,}\ndrawn: {heads} of {n_layers * n_heads} heads"
-    axis.text((n_heads - 1) / 2, -2.3, note, va="top", ha="center", fontsize=8, color=INK)
-    axis.set_xlim(-1.7, n_heads + 0.9 + 0.25 * n_layers**0.7)
-    axis.set_ylim(-3.4, n_layers + 1.4)
-    axis.axis("off")
+
+
+def _note(found: Reading, active: set[str], shape: tuple[int, int]) -> str:
+    n_layers, n_heads = shape
+    n_edges, listed = found["edges_at"]["0.9"], len(found["circuit"])
+    heads = f"{sum(node[0] == 'a' for node in active)} of {n_layers * n_heads} heads"
+    if n_edges > listed:  # a long circuit is listed in part (`discover`), and so it is drawn
+        return f"{count(n_edges)} edges, the strongest {listed:,}\ndrawn: {heads}"
+    return f"{count(n_edges)} edges, {heads}"
