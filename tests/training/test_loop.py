@@ -15,6 +15,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 import sparselens as sl
 from sparselens.config import Gate, Sparsify, Training
 from sparselens.evaluation.side_by_side import evaluate
+from sparselens.models.architectures import base_model
 from sparselens.models.loading import add_gates, gate_biases, is_gated
 from sparselens.runs.run import Metrics, Run
 from sparselens.training import engine, head, loop as training
@@ -144,11 +145,19 @@ def test_compiled_blocks_follow_the_plain_ones(base, tmp_path, options, monkeypa
 def test_losses_in_stretches_follow_the_whole_ones(base, tmp_path, options, monkeypatch):
     """As on a GPU: a few tokens' logits at a time, in training and when measuring; and plain heads again afterwards."""
     plain, _ = sparsify(base, tmp_path / "plain", steps=4, **options)
-    used = []
+    used, known = [], []
     monkeypatch.setattr(head, "MOST_LOGITS", 7 * 64)
+    inside = training.faster
+
+    def faster(models, *rest):
+        known.append(all(base_model(model) in head._plain for model in models))
+        return inside(models, *rest)
+
+    monkeypatch.setattr(training, "faster", faster)
     monkeypatch.setattr(training, "stretched_loss", lambda *args: used.append(args[1]) or head.stretched_loss(*args))
     parts, _ = sparsify(base, tmp_path / "parts", steps=4, **options)
     assert len(used) == 4 and all("forward" not in vars(one) for one in used)
+    assert known == [True], "heads are tried before anything is compiled: two tokens are another shape"
     for a, b in zip(lines(plain.path), lines(parts.path), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5) and a["density"] == pytest.approx(b["density"], rel=1e-5)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)

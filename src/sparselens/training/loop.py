@@ -93,6 +93,9 @@ class Stage(Trainee):
             distributed.place(self.teacher, device, blocks(self.teacher)).eval()
         if settings.gradient_checkpointing:
             recompute(model)
+        for one in (model, self.teacher):
+            if one is not None:
+                plain_head(one)  # tried on two tokens: compiled blocks would take their number for one that varies
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(self.parameters, settings)
         self.runner = distributed.trainable(model)  # the model, with DDP around it where there are several processes
