@@ -257,6 +257,8 @@ def _tell(run: Run, say: Callable[[str], None]) -> None:
             f"{TOLD[kind]}: dense {found['dense_edges']:,.0f}, sparse {found['sparse_edges']:,.0f}: "
             f"{found['multiplier']:.1f}x ({found['low']:.1f} to {found['high']:.1f}, n = {found['n_prompts']} prompts)"
         )
-    say(f"{summary['seconds']:.0f} s. Open {run.path / 'report.html'}; figures 1 to 4 as pictures are beside it.")
+    say(
+        f"{summary['seconds']:.0f} s. Open {run.path / 'report.html'}; figures 1 to 3 lie beside it, figure 4 in trace."
+    )
     say(f"Ask it yourself, in the browser: sparselens studio {run.path}")
     say(f"Load the sparse model with sparselens.load('{run.path}').")
