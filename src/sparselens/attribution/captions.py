@@ -64,12 +64,12 @@ def write_cards(graph: Graph, faces: Faces, folder: Path, scan: str) -> None:
         write_json(folder / FEATURES / scan / f"{pairing(layer, feature)}.json", viewer_json(card, scan))
 
 
-def _short(card: Card, faces: Faces) -> dict[str, Any]:
+def _short(card: Card, faces: Faces) -> dict[str, object]:
     near = [[*one[:2], one[2], faces.label(*one[:2])] for one in card["nearest"]]
     return {**card, "top": card["top"][:TOP], "lower": card["lower"][:LOWER], "nearest": near}
 
 
-def viewer_json(card: Card, scan: str) -> dict[str, Any]:
+def viewer_json(card: Card, scan: str) -> dict[str, object]:
     """A feature as circuit-tracer's and Neuronpedia's viewers read it."""
     groups = [("Top activations", card["top"]), (BANDS, card["lower"])]
     return {
@@ -85,7 +85,7 @@ def viewer_json(card: Card, scan: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _example(one: Excerpt, largest: float) -> dict[str, Any]:
+def _example(one: Excerpt, largest: float) -> dict[str, object]:
     activations: Sequence[float] = [round(level / 255 * largest, 4) for level in one["activations"]]
     return {"tokens": one["text"], "tokens_acts_list": activations, "train_token_ind": one["at"],
             "is_repeated_datapoint": False}  # fmt: skip

@@ -71,7 +71,7 @@ class Book:
 class Columns(NamedTuple):
     """One layer's features as plain arrays, [F, ...]: what a process without torch can work on."""
 
-    kept: dict[str, Any]  # the fields of Kept
+    kept: "dict[str, np.ndarray[Any, Any]]"  # the fields of Kept
     words: tuple[Any, ...]  # (z, ids) of the promoted and of the suppressed words
     cosines: Any  # of the nearest features
     nearest: Any  # their numbers
@@ -102,7 +102,7 @@ class Writer(NamedTuple):
                 card["own"] = str(own)
         return cards
 
-    def _context(self, kept: dict[str, Any], f: int, slot: int) -> Context:
+    def _context(self, kept: "dict[str, np.ndarray[Any, Any]]", f: int, slot: int) -> Context:
         place = int(kept["top_sequence"][f, slot]), int(kept["top_position"][f, slot])
         return Context(*self.book.around(*place, READ_BACK, READ_ON), int(self.book.places[place]))
 
@@ -128,7 +128,7 @@ class Writer(NamedTuple):
         return card, [slot for slot, _ in top]
 
     def _excerpts(
-        self, kept: dict[str, Any], which: str, f: int, largest: float, seen: set[str]
+        self, kept: "dict[str, np.ndarray[Any, Any]]", which: str, f: int, largest: float, seen: set[str]
     ) -> list[tuple[int, Excerpt]]:
         """(slot, context) of the contexts that are there, equal texts once."""
         sequences, positions, values = (

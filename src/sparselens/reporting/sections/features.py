@@ -19,9 +19,9 @@ LISTED = 400  # features of one transcoder, over all layers
 CONTEXTS, WEAKER = 3, 2  # of a listed feature's card
 
 
-def features(shown: Shown) -> dict[str, Any]:
+def features(shown: Shown) -> dict[str, object]:
     """{"cards": {trace: {"layer/feature": card}}, "sets": [{name, about, cards}]}; empty where there are no faces."""
-    run, cards = shown.run, dict[str, Any]()
+    run, cards = shown.run, dict[str, object]()
     for path in trace_files(run.path):
         name = path.parent.name if path.parent != run.path else "trace"
         for place, called in ((path.parent, name), (path.parent / "against", f"{name}, against")):
@@ -39,9 +39,9 @@ def faces_of(run: Run) -> list[tuple[str, Path]]:
     return [(name, folder) for name, folder in folders if (folder / "faces.json").is_file()]
 
 
-def _listed(faces: Faces, name: str, most: int) -> dict[str, Any]:
+def _listed(faces: Faces, name: str, most: int) -> dict[str, object]:
     """The features of each layer that are active most, fires times mean, as short cards."""
-    each, cards = max(1, most // faces.n_layers), dict[str, Any]()
+    each, cards = max(1, most // faces.n_layers), dict[str, object]()
     for layer in range(faces.n_layers):
         weight = faces.activity(layer)
         for feature in np.argsort(-weight, kind="stable")[:each].tolist():
@@ -51,7 +51,7 @@ def _listed(faces: Faces, name: str, most: int) -> dict[str, Any]:
     return {"name": name, "about": about, "cards": cards}
 
 
-def _short(card: Card, faces: Faces) -> dict[str, Any]:
+def _short(card: Card, faces: Faces) -> dict[str, object]:
     near = [[*one[:3], faces.label(*one[:2])] for one in card["nearest"][:3]]
     return {**card, "top": card["top"][:CONTEXTS], "lower": card["lower"][:WEAKER], "nearest": near}
 
