@@ -6,7 +6,6 @@ features/SCAN/NUMBER.json        the same for circuit-tracer's and Neuronpedia's
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ..faces.store import Card, Excerpt, Faces
 from ..runs.run import write_json

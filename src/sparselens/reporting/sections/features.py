@@ -6,7 +6,6 @@ leaves the faces themselves. The page shows the cards of every trace, and of eac
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
