@@ -18,7 +18,7 @@ ORDER = (
     "config", "gating", "runs", "models", "data", "tasks", "training", "transcoders", "faces", "circuits",
     "attribution", "evaluation", "reporting", "serving", "live", "demo", "cli", "__main__",
 )  # fmt: skip
-TOP = {"__init__.py", "__main__.py", "config.py", "py.typed"}
+TOP = {"__init__.py", "__main__.py", "py.typed"}
 LINES, FUNCTION_LINES = 420, 80
 
 

@@ -1,6 +1,7 @@
 """Text in every form becomes the same numbered sequences, and bad text is refused before any work."""
 
 import gzip
+import itertools
 import json
 import lzma
 import socket
@@ -389,3 +390,39 @@ def test_less_held_out_text_than_asked_for_is_said(tmp_path):
     note = few.heldout_note()
     assert note and f"{few.n_heldout * 16:,} tokens" in note and "4,000" in note and "--heldout" in note
     assert "later" not in few.describe()["tokens"], "as runs of before said it"
+
+
+def starts_of(batch):
+    """Positions at which a text begins, sequence by sequence."""
+    return [(row == 0).nonzero().flatten().tolist() for row in batch["position_ids"]]
+
+
+def test_every_second_training_sequence_is_cut_into_shorter_texts(tmp_path):
+    path = write(tmp_path, "txt", [" ".join(f"w{i}" for i in range(60))] * 400)  # documents longer than a sequence
+    whole, cut = batches(path, tmp_path), batches(path, tmp_path, shortest=3)
+    plain, shorter = whole.train(0, 200), cut.train(0, 200)
+    assert torch.equal(plain["labels"], shorter["labels"]), "what is asked for stays"
+    assert torch.equal(plain["input_ids"][::2], shorter["input_ids"][::2])
+    assert torch.equal(plain["position_ids"][::2], shorter["position_ids"][::2])
+    lengths, bare = [], []
+    for row, before, after in zip(
+        shorter["input_ids"][1::2], starts_of(plain)[1::2], starts_of(shorter)[1::2], strict=True
+    ):
+        cuts = sorted(set(after) - set(before))
+        assert set(before) <= set(after)
+        bare += [bool(row[at] != whole.separator) for at in cuts]
+        if before == [0]:  # one document: nothing but cuts ends a text; the last one ends with the sequence
+            lengths += [end - start for start, end in itertools.pairwise([0, *cuts])]
+    assert min(lengths) >= 3 and max(lengths) > 8 and len(set(lengths)) > 6
+    assert 0.3 < sum(bare) / len(bare) < 0.7, "as half of all sequences do"
+    changed = plain["input_ids"] != shorter["input_ids"]
+    assert (shorter["input_ids"][changed] == whole.separator).all()
+    assert shorter["position_ids"].max() < 16 and cut.describe()["shortest"] == 3 and "shortest" not in whole.describe()
+    assert torch.equal(cut.train(7, 5)["position_ids"], shorter["position_ids"][7:12]), "the number alone decides"
+    assert torch.equal(whole.heldout(0, 4)["position_ids"], cut.heldout(0, 4)["position_ids"])
+
+
+def test_positions_count_on_from_each_cut(tmp_path):
+    batch = batches(write(tmp_path, "txt"), tmp_path, shortest=2).train(0, 100)
+    for row in batch["position_ids"].tolist():
+        assert all(now == 0 or now == before + 1 for before, now in itertools.pairwise(row)) and row[0] == 0

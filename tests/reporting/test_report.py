@@ -300,6 +300,8 @@ def verdict_of(label, part="state", **changes):
     sparse |= {"density": 0.02, "density_per_layer": changes.get("layers", [0.01, 0.03])}
     summary = {"target": changes.get("limit", 1.71), "met": changes.get("met", True), "best_step": 5}
     config = {"loss": changes.get("kind", "cross-entropy"), "target": "base", "tolerance": 0.01}
+    config |= changes.get("budget", {})
+    sparse |= {"edges_per_query": 0.7}
     found = verdicts({"base": base, "control": control, "sparse": sparse}, summary, config, changes.get("circuits"), [])
     return {verdict["label"]: verdict[part] for verdict in found}.get(label)
 
@@ -319,6 +321,18 @@ def test_verdicts_are_rules():
         assert "mean" not in verdict_of("Component graph of ioi", "detail", circuits=circuits)
         thresholds["mean"] = row | {"multiplier": 0.5}
         assert verdict_of("Component graph of ioi", "detail", circuits=circuits).endswith("50 to 95 %: 2.0x more")
+
+
+def test_a_budget_is_told_in_what_it_counts():
+    def told(met, **budget):
+        return verdict_of("Constraint", "detail", met=met, budget=budget)
+
+    assert "at most 1.00% of the edges on the steering slice" in told(True, density=0.01)
+    assert "kept, with 2.00% of the edges" in told(False, density=0.01)
+    assert "at most 0.9 edges per head and query on" in told(True, density=0.01, edges=0.9)
+    assert "kept, with 0.7 edges per head and query" in told(False, density=0.01, edges=0.5)
+    assert "kept, with" not in told(False, density=0.01, edges=0.9), "within the budget: it is the loss that was missed"
+    assert "at most" not in told(True, density=None, edges=None).partition("nats")[2]
 
 
 def test_a_ratio_and_its_interval_point_the_same_way():

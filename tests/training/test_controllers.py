@@ -148,7 +148,7 @@ def test_constraint_ranks_meeting_over_density_and_loss_over_nothing():
 
 
 def budget(**options) -> Budget:
-    return Budget(target=3.0, density=0.01, **options)
+    return Budget(target=3.0, most=0.01, **options)
 
 
 def test_budget_falls_geometrically_from_where_the_density_started():
@@ -274,7 +274,7 @@ def test_steps_of_the_budget_by_hand():
             b.step(3.0, density, 1.0)
         assert b.log_pressure == b.integral == bound
     assert b.met(2.5, 0.5, 0.01) and b.rank(2.0, 0.1, 0.01) == [0.0, 2.0] and b.rank(2.0, 0.1, 0.02) == [1.0, 0.02]
-    sparse = Budget(target=3.0, density=0.5)
+    sparse = Budget(target=3.0, most=0.5)
     sparse.step(3.0, 0.1, 0.0)
     assert sparse.allowed(0.0) == sparse.allowed(0.1) == 0.5 * 0.97, "sparser than the budget from the start"
 

@@ -47,6 +47,27 @@ def test_end_to_end_with_control(base, tmp_path):
     assert measured.density == pytest.approx(rows[2]["density"]) and measured.loss == pytest.approx(rows[2]["loss"])
 
 
+def test_a_budget_of_edges_per_head_and_query(base, tmp_path):
+    run, said = sparsify(base, tmp_path / "run", edges=0.9, steps=30, bias_lr=0.3)
+    found = lines(run.path)
+    assert all("edges_per_query" in line and "density" not in line for line in found)
+    assert any("at most 0.9 edges per head and query" in text for text in said)
+    kept = [line["heldout_edges_per_query"] for line in found if "heldout_edges_per_query" in line]
+    sparse = run.read("evaluation.json")[-1]
+    assert min(kept) < kept[0] and sparse["edges_per_query"] == pytest.approx(
+        sparse["density"] * (Copying.length + 1) / 2
+    )
+    with pytest.raises(ValueError, match="edges=0"):
+        sparsify(base, tmp_path / "none", edges=0.0)
+
+
+def test_a_budget_of_edges_that_is_missed_says_so_in_edges(base, tmp_path):
+    _, said = sparsify(base, tmp_path / "run", edges=0.01, steps=2)
+    missed = next(text for text in said if "was not reached" in text)
+    assert missed.startswith("The budget of 0.01 edges per head and query was not reached")
+    assert "keep more edges (--edges)" in missed and "edges per head and query; it was kept" in missed
+
+
 def test_a_run_on_sequences_made_in_python_can_be_measured(base, tmp_path, monkeypatch):
     """It does not know where its text is, and says so; other text serves."""
     monkeypatch.chdir(tmp_path)  # the text's tokens are kept beside whoever asks
@@ -416,7 +437,7 @@ def test_gates_are_deterministic_once_closed(base, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "forward", spy)
     _, said = sparsify(base, tmp_path / "run", closing=0.5, steps=12)
     assert drawn == [True] * 6 + [False] * 6
-    assert any("The budget of 1.00% was not reached" in text and "--density" in text for text in said)
+    assert any("The budget of 1.00% of the edges was not reached" in text and "--density" in text for text in said)
 
 
 def shifted_gpt2():

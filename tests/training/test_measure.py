@@ -82,7 +82,12 @@ def test_training_divides_by_the_labelled_tokens(taught):
     counts = torch.tensor([2.0, 3.0, 4.0, 5.0])
     assert loss.item() == pytest.approx((rows[int(taught)] * counts).sum().item() / n_labels, rel=1e-5)
     assert density.item() == pytest.approx(measure(sparse, Patchy(), 0, 4).density)
-    stage.model = stage.runner = base  # without gates
+    stage.constraint = Budget(3.0, 0.5, per_query=True)
+    counted = loss_and_density(stage, batch, (0, 0), sample=False)[1].item()
+    assert counted == pytest.approx(measure(sparse, Patchy(), 0, 4).edges_per_query)
+    assert counted == pytest.approx(density.item() * 36 / 8), "36 pairs of 8 queries"
+    stage.constraint, stage.model = None, base  # without gates
+    stage.runner = base
     assert loss_and_density(stage, batch, (0, 0))[1].item() == 0
 
 

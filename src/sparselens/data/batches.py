@@ -13,9 +13,10 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import random
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict
@@ -296,10 +297,11 @@ class TextBatches:
     def __init__(
         self, patterns: list[str], tokenizer: PreTrainedTokenizerBase, length: int, *, cache: Path, need: int,
         heldout_patterns: list[str] | None = None, heldout_tokens: int = 1 << 18, field: str = "text", seed: int = 0,
-        progress: bool = True, read_on: bool = True,
+        progress: bool = True, read_on: bool = True, shortest: int = 0,
     ):  # fmt: skip
-        """read_on: behind the text to train on, where what is held out of that falls short of `heldout_tokens`."""
-        self.length, self.seed, self.vocabulary = length, seed, len(tokenizer)
+        """read_on: behind the text to train on, where what is held out of that falls short of `heldout_tokens`.
+        shortest: cut every second training sequence into texts of so many tokens or more; 0: none."""
+        self.length, self.seed, self.vocabulary, self.shortest = length, seed, len(tokenizer), shortest
         if length < 1:
             raise ValueError(f"length={length}: expected at least 1 token")
         self._asked = max(1, heldout_tokens // length)  # held-out sequences
@@ -358,19 +360,36 @@ class TextBatches:
         n = len(self._train)
         for epoch in set(range(start // n, (start + count - 1) // n + 1)) - self._orders.keys():
             self._orders[epoch] = np.random.default_rng([self.seed, epoch]).permutation(n)
-        return self._batch([self._train[self._orders[i // n][i % n]] for i in range(start, start + count)])
+        numbers = range(start, start + count)
+        cuts = [self._cuts(number) if self.shortest and number % 2 else [] for number in numbers]
+        return self._batch([self._train[self._orders[i // n][i % n]] for i in numbers], cuts)
 
     def heldout(self, start: int, count: int) -> dict[str, Tensor]:
         return self._batch([self._heldout[i % self.n_heldout] for i in range(start, start + count)])
 
-    def _batch(self, rows: list[tuple[Tokens, int]]) -> dict[str, Tensor]:
+    def _batch(self, rows: list[tuple[Tokens, int]], cuts: Sequence[list[tuple[int, bool]]] = ()) -> dict[str, Tensor]:
         # Models lean on their first token. Sequences start with the separator, also in mid-document; where the
         # tokenizer would put nothing there, as in most users' prompts, every second one starts with whatever comes.
         tokens = torch.from_numpy(np.stack([self._stretch(*row) for row in rows]))
-        inputs, labels = tokens[:, :-1], tokens[:, 1:]
+        inputs, labels = tokens[:, :-1].clone(), tokens[:, 1:]
+        first = inputs == self.separator
+        for row, some in enumerate(cuts):
+            for at, bare in some:
+                first[row, at] = True
+                if not bare:
+                    inputs[row, at] = self.separator  # the token before is still asked for what stood here
         position = torch.arange(self.length).expand_as(inputs)
-        start = torch.where(inputs == self.separator, position, 0).cummax(1).values
+        start = torch.where(first, position, 0).cummax(1).values
         return {"input_ids": inputs, "labels": labels, "position_ids": position - start}
+
+    def _cuts(self, number: int) -> list[tuple[int, bool]]:
+        """(first token, whether it starts bare) of the shorter texts that a training sequence is cut into."""
+        draw, cuts = np.random.default_rng([self.seed, number]), []
+        low, high = math.log(self.shortest), math.log(self.length)
+        at = 0
+        while (at := at + round(math.exp(draw.uniform(low, high)))) < self.length:
+            cuts.append((at, self.half_start_bare and bool(draw.random() < 0.5)))
+        return cuts
 
     def _stretch(self, shard: Tokens, first: int) -> Tokens:
         """The `length` + 1 tokens of a sequence: its text with the separator in front, or with the token after it."""
@@ -381,6 +400,7 @@ class TextBatches:
         return text if bare else np.insert(text, 0, self.separator)
 
     def describe(self) -> dict[str, object]:
-        return {"sources": self.sources, "train_sequences": len(self._train), "heldout_sequences": self.n_heldout,
-                "length": self.length, "half_start_bare": self.half_start_bare,
-                "tokens": self.cache.index["tokens"]}  # fmt: skip
+        found = {"sources": self.sources, "train_sequences": len(self._train), "heldout_sequences": self.n_heldout,
+                 "length": self.length, "half_start_bare": self.half_start_bare,
+                 "tokens": self.cache.index["tokens"]}  # fmt: skip
+        return found | ({"shortest": self.shortest} if self.shortest else {})

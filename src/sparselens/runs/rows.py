@@ -1,6 +1,7 @@
 """What the JSON files of a Run hold, for those who write them and those who read them. No torch."""
 
-from typing import Literal, TypedDict
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict
 
 from typing_extensions import NotRequired
 
@@ -34,6 +35,28 @@ class EvaluationRow(SummaryRow):
     density_per_layer: list[float] | None
     density_per_head: list[list[float]] | None
     benchmarks: NotRequired[dict[str, dict[str, float]]]  # benchmark -> metric -> value
+
+
+def budget_in_words(config: Mapping[str, Any]) -> str | None:
+    """How many edges a run of `sparsify` with these settings may keep; None where its loss alone decides."""
+    if config.get("edges") is not None:
+        return f"{config['edges']:g} edges per head and query"
+    return None if config.get("density") is None else f"{config['density']:.2%} of the edges"
+
+
+def open_in_words(row: SummaryRow, config: Mapping[str, Any]) -> str:
+    """How many a model has, in the terms of the budget."""
+    per_query = row["edges_per_query"]
+    if config.get("edges") is not None and per_query is not None:
+        return f"{per_query:.3g} edges per head and query"
+    return f"{row['density']:.2%} of the edges"
+
+
+def over_budget(row: SummaryRow, config: Mapping[str, Any]) -> bool:
+    """Whether a model has more open edges than the settings allow."""
+    if config.get("edges") is not None:
+        return bool((row["edges_per_query"] or 0.0) > config["edges"])
+    return config.get("density") is not None and bool(row["density"] > config["density"])
 
 
 class Cost(TypedDict):
@@ -122,8 +145,9 @@ MetricsLine = TypedDict(
     "MetricsLine",
     {
         "step": int, "loss": float, "grad_norm": float, "tokens_per_second": int,
-        "density": float, "lambda": float, "heldout_loss": float, "heldout_cross_entropy": float,
-        "heldout_density": float | None, "heldout_density_per_layer": list[float],
+        "density": float, "edges_per_query": float, "lambda": float, "heldout_loss": float,
+        "heldout_cross_entropy": float, "heldout_density": float | None, "heldout_edges_per_query": float | None,
+        "heldout_density_per_layer": list[float],
         "fvu": float, "fvu_per_layer": list[float], "l0": float, "l0_per_layer": list[float],
         "dead_share": float, "sparsity": float,
     },

@@ -17,7 +17,7 @@ from ..data.documents import is_local
 from ..models.access import access
 from ..models.loading import first_token, load, save
 from ..reporting.figures.flow import draw_flow
-from ..runs.rows import EvaluationRow
+from ..runs.rows import EvaluationRow, budget_in_words
 from ..runs.run import Run, check_folder, read_json, reading, whole_folder, write_bytes, write_json
 from .deltas import export_delta
 from .publish import flow_of, look
@@ -190,8 +190,8 @@ def model_card(run: Run, facts: Facts) -> str:
     met = "met its target" if summary["met"] else "did **not** meet its target"
     quantity = summary.get("target_of") or ("KL to base" if config["loss"] == "kl" else "held-out loss")
     target = f"{quantity} at most {summary['target']:.4f} nats"
-    if config.get("density") is not None:
-        target += f" with at most {config['density']:.2%} of the edges"
+    if budget := budget_in_words(config):
+        target += f" with at most {budget}"
     sections = [
         f"---\n{_header(run, sparse, name, facts)}\n---",
         f"# {name} with sparse attention",

@@ -6,6 +6,9 @@ Budget, the default: as little loss as possible with at most this share of the e
     L = loss + pressure * density / budget(t)
     log(pressure) = I + gain * error,   I <- I + rate * error,   error = clip(log(density / budget(t)))
 
+(`per_query` counts open edges per head and query in place of density: what it says of a text of 16 tokens and of one
+of 512 is the same.)
+
 1. While the gates close, budget(t) falls geometrically from the density at the first step to the final one, and gates
    are sampled: the noise is what makes them choose a side.
 2. From `closing` on, budget(t) stays, gates are deterministic (what trains is what will be evaluated), and the weights
@@ -41,7 +44,8 @@ class Budget:
     """Least loss within a density. All of its state goes into a checkpoint."""
 
     target: float  # held-out loss that would be good enough: only reported, the budget does not depend on it
-    density: float  # share of the allowed pairs that may be open in the end
+    most: float  # how much may be open in the end: a share of the allowed pairs or edges per head and query
+    per_query: bool = False  # which of the two, here and wherever it says `density`
     closing: float = 0.2  # share of the steps in which the budget falls to that
     rate: float = 0.02  # change of log(pressure) per step at full error
     faster: float = 3.0  # times that rate once the budget stands
@@ -65,7 +69,7 @@ class Budget:
 
     def allowed(self, done: float) -> float:
         """The budget when this share of the steps is done."""
-        final = self.density * (1 - self.margin)
+        final = self.most * (1 - self.margin)
         start = max(self.start or 1.0, final)
         return start * float((final / start) ** min(1.0, done / self.closing))
 
@@ -91,11 +95,11 @@ class Budget:
         """Nothing to correct: once the budget stands, training and evaluation use the same gates."""
 
     def met(self, loss: float, margin: float, density: float) -> bool:
-        return density <= self.density and loss + margin <= self.target
+        return density <= self.most and loss + margin <= self.target
 
     def rank(self, loss: float, margin: float, density: float) -> list[float]:
         """Smaller is better: within the budget before outside; inside by loss, outside by density."""
-        return [0.0, loss] if density <= self.density else [1.0, density]
+        return [0.0, loss] if density <= self.most else [1.0, density]
 
     @property
     def loss_weight(self) -> float:

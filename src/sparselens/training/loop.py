@@ -42,7 +42,7 @@ class Best:
 
     step: int = -1
     loss: float = math.inf
-    density: float = math.inf
+    open: float = math.inf  # in the unit of the budget
     met: bool = False
     rank: list[float] = field(default_factory=lambda: [math.inf])
 
@@ -76,7 +76,6 @@ class Stage(Trainee):
     show_progress: bool = True
     progress: StageProgress = field(default_factory=StageProgress)
     micro: int = 0  # sequences at once
-    density: float = 0.0  # of the last step
     kept: dict[str, Tensor] | None = None  # the best state so far, until the next checkpoint writes it
     ahead: tuple[tuple[int, int], dict[str, Tensor]] | None = None  # sequences made before they were asked for
     taught: Tensor | None = None  # what the teacher's pass over them gave, head left out
@@ -135,11 +134,17 @@ class Stage(Trainee):
                 self.taught = forward(self.teacher, batch, head=head).logits
 
     def stepped(self, numbers: list[float], tokens: int, seconds: float) -> MetricsLine:
-        loss, self.density = numbers
+        loss, found = numbers
         if self.constraint is None:
             return {}
-        self.constraint.step(loss, self.density, (self.progress.step - 1) / self.settings.steps)
-        return {"density": self.density, "lambda": self.constraint.loss_weight}
+        self.constraint.step(loss, found, (self.progress.step - 1) / self.settings.steps)
+        line: MetricsLine = {"edges_per_query": found} if self.counts_per_query else {"density": found}
+        return line | {"lambda": self.constraint.loss_weight}
+
+    @property
+    def counts_per_query(self) -> bool:
+        """Whether what is open is counted per head and query, not as a share of the allowed pairs."""
+        return isinstance(self.constraint, Budget) and self.constraint.per_query
 
     def evaluate(self) -> MetricsLine:
         """Measure on the next held-out slice, correct the constraint, keep the state if it is the best so far."""
@@ -153,7 +158,9 @@ class Stage(Trainee):
             result = measure(self.model, self.batches, start, count, micro_batch=self.micro, base=self.teacher)
         by_text = steering_loss(self, result.losses, self.reference, start)
         loss, margin = by_text if result.kl is None else steering_loss(self, result.kl, None, start)
-        line: MetricsLine = {"heldout_loss": loss, "heldout_density": result.density}
+        line: MetricsLine = {
+            "heldout_loss": loss, "heldout_density": result.density, "heldout_edges_per_query": result.edges_per_query
+        }  # fmt: skip
         if result.kl is not None:
             line["heldout_cross_entropy"] = by_text[0]
         if result.edges is not None and result.pairs is not None:
@@ -162,7 +169,7 @@ class Stage(Trainee):
             return line
         warn_if_parting(self, loss)
         constraint.correct(loss)
-        density = result.density
+        density = result.edges_per_query if self.counts_per_query else result.density
         assert density is not None
         rank = constraint.rank(loss, margin, density)
         if rank < progress.best.rank:
@@ -177,6 +184,8 @@ class Stage(Trainee):
         text = f"{'loss' if self.teacher is None else 'KL'} {line['loss']:.4f}"
         if isinstance(self.constraint, Constraint):
             text += f" (target {self.constraint.target:.4f}) density {line['density']:.2%} λ {line['lambda']:.2g}"
+        elif self.counts_per_query:
+            text += f" {line['edges_per_query']:.2f} edges per query (budget {self.constraint.unit:.2f})"  # type: ignore
         elif self.constraint:
             text += f" density {line['density']:.2%} (budget {self.constraint.unit:.2%})"
         return text + f" {line['tokens_per_second']:,} tok/s"
@@ -291,7 +300,7 @@ def smaller(stage: Stage) -> int:
 def loss_and_density(
     stage: Stage, batch: dict[str, Tensor], seed: tuple[int, int], sample: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Mean loss per token and density of one micro-batch, both differentiable.
+    """Mean loss per token and density (or edges per head and query) of one micro-batch, both differentiable.
 
     With sampled gates the density is the expected one; otherwise it is what is open, with the same gradient. Several
     processes divide by the mean of their tokens and pairs, so that the mean of their results is that of all together.
@@ -319,7 +328,9 @@ def loss_and_density(
     loss = loss / distributed.mean((labels != -100).sum())
     if output.counts is None:
         return loss, torch.zeros((), device=loss.device)
-    edges, pairs = output.counts.unbind(-1)
+    edges, pairs = output.counts.unbind(-1)  # [n_layers, batch, n_heads]
+    if stage.counts_per_query:
+        return loss, edges.sum() / (edges.numel() * labels.shape[1])
     return loss, edges.sum() / distributed.mean(pairs.sum())
 
 

@@ -46,6 +46,11 @@ class Measurement:
             return None
         return (self.edges.sum() / (self.pairs.sum() * self.edges.shape[1])).item()
 
+    @property
+    def edges_per_query(self) -> float | None:
+        """Open edges per head and query."""
+        return None if self.edges is None else (self.edges.sum() / (self.queries * self.edges.numel())).item()
+
     def row(self, name: str, kind: str) -> EvaluationRow:
         """One object of `sparselens evaluate --json`. A dense model has density 1."""
         row: EvaluationRow = {
@@ -62,7 +67,7 @@ class Measurement:
             row["density"] = self.density
             row["density_per_layer"] = per_head.mean(1).tolist()
             row["density_per_head"] = per_head.tolist()
-            row["edges_per_query"] = (self.edges.sum() / (self.queries * self.edges.numel())).item()
+            row["edges_per_query"] = self.edges_per_query
         return row
 
 

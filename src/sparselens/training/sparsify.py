@@ -23,7 +23,7 @@ from ..data.batches import Batches, TextBatches, refuse_overlap
 from ..models.architectures import architecture, base_model, blocks, dimensions
 from ..models.loading import Source, check_source, is_gated, load, name_of, resolve, save
 from ..runs import distributed
-from ..runs.rows import Cost, EvaluationRow, Summary, SummaryRow
+from ..runs.rows import Cost, EvaluationRow, Summary, SummaryRow, budget_in_words, open_in_words
 from ..runs.run import Metrics, Run, refuse_full_disk
 from .controllers import Budget, Constraint
 from .copies import count_parameters, dense_copy, gated_copy, left_as_it_was, start_within_reach
@@ -141,7 +141,8 @@ def sparsify_into(
     if lowered:
         say(f"{lowered} heads whose attention logits are nearly all positive start with a lower gate bias")
     constraint = _constraint(settings, target)
-    budget = f"least loss with at most {settings.density:.2%} of the edges" if settings.density else "fewest edges"
+    within = budget_in_words(dataclasses.asdict(settings))
+    budget = f"least loss with at most {within}" if within else "fewest edges"
     trained = "KL to base" if kl else "cross-entropy"
     measured = f"on {steering} held-out sequences"
     say(f"{budget}, trained on {trained}; target: {_target_of(settings)} at most {target:.4f} nats {measured}")
@@ -216,13 +217,13 @@ def _target(settings: Sparsify, base_loss: float, control_loss: float | None) ->
 
 def _target_of(settings: Sparsify) -> Literal["KL to base", "held-out loss"]:
     """What the target speaks of: a budget is judged by what text costs, whatever it is trained on."""
-    return "KL to base" if settings.loss == "kl" and settings.density is None else "held-out loss"
+    return "KL to base" if settings.loss == "kl" and settings.budget is None else "held-out loss"
 
 
 def _constraint(settings: Sparsify, target: float) -> Budget | Constraint:
     """What steers the run: a budget of edges where one is given, else the loss alone."""
-    if settings.density is not None:
-        return Budget(target, settings.density, settings.closing)
+    if settings.budget is not None:
+        return Budget(target, settings.budget, settings.edges is not None, settings.closing)
     return Constraint(target, settings.tolerance, settings.slack, settings.slack_until)
 
 
@@ -243,14 +244,16 @@ def _tell(
     best: Best, target: float, settings: Sparsify, rows: list[EvaluationRow], steering: int, say: Callable[[str], None]
 ) -> None:
     if not best.met:
-        budget = settings.density
-        over = budget is not None and best.density > budget
-        missed = f"budget of {budget:.2%}" if over else f"target {target:.4f}"
-        advice = "loosen the start (--slack)" if budget is None else "keep more edges (--density)"
+        config = dataclasses.asdict(settings)
+        over = settings.budget is not None and best.open > settings.budget
+        missed = f"budget of {budget_in_words(config)}" if over else f"target {target:.4f}"
+        more_edges = "--density" if settings.edges is None else "--edges"
+        advice = "loosen the start (--slack)" if settings.budget is None else f"keep more edges ({more_edges})"
         more = "Close faster (--bias-lr)" if over else "Allow more (--tolerance)"
+        kept = open_in_words({**_summary_row(rows[-1]), "density": best.open, "edges_per_query": best.open}, config)
         say(
             f"The {missed} was not reached: the best state (step {best.step}) has {_target_of(settings)} "
-            f"{best.loss:.4f} (n = {steering} steering sequences) at density {best.density:.2%}; it was kept. {more}, "
+            f"{best.loss:.4f} (n = {steering} steering sequences) with {kept}; it was kept. {more}, "
             f"train longer (--steps), or {advice}."
         )
     say(loss_table(rows))
@@ -360,6 +363,6 @@ def batches_of(
         lambda: TextBatches(
             patterns, tokenizer, text.length, cache=text.cache, need=settings.steps * settings.batch * text.length,
             heldout_patterns=list(text.heldout), heldout_tokens=text.heldout_tokens, field=text.text_field,
-            seed=settings.seed, progress=progress,
+            seed=settings.seed, progress=progress, shortest=text.shortest,
         )
     )  # fmt: skip

@@ -6,7 +6,7 @@ Every verdict is a rule below, computed from the Run's own numbers: none is writ
 from typing import Any
 
 from ...circuits.rows import MEAN, MultiplierRow, Ratio, wording
-from ...runs.rows import EvaluationRow
+from ...runs.rows import EvaluationRow, budget_in_words, open_in_words, over_budget
 from ...runs.run import About, about
 from ..readings import THRESHOLD, count, fewer, ordered
 from . import Section, Shown, finite
@@ -142,10 +142,10 @@ def _constraint(sparse: EvaluationRow, summary: Row, config: Row, what: str) -> 
     if "met" not in summary:
         return []
     word = "was met in training" if summary["met"] else "was never met; the closest state was kept"
-    budget = config.get("density")
-    within = "" if budget is None else f" with at most {budget:.2%} of the edges"
-    if not summary["met"] and budget is not None and sparse["density"] > budget:
-        word += f", with {sparse['density']:.2%} of them"
+    budget = budget_in_words(config)
+    within = f" with at most {budget}" if budget else ""
+    if not summary["met"] and over_budget(sparse, config):
+        word += f", with {open_in_words(sparse, config)}"
     detail = f"{what} at most {summary['target']:.4g} nats{within} on the steering slice {word}"
     state = "met" if summary["met"] else "missed"
     how = "stayed as good as was asked" if summary["met"] else "never got as good as was asked"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from ...runs.rows import MetricsLine
+from ...runs.rows import MetricsLine, budget_in_words
 from ...runs.run import Metrics, Run
 from . import Section, short
 
@@ -37,9 +37,11 @@ def _sparsified(run: Run, lines: list[MetricsLine]) -> dict[str, object]:
     summary = run.find("summary.json", {})
     control = _lines(run.path / "control")
     steps = config.get("training", {}).get("steps") or lines[-1]["step"]
+    share = config.get("edges") is None  # what the budget counts
+    counted = "density" if share else "edges_per_query"
     series = {
-        "sparse": _columns(thin(lines), "loss", "density", "lambda", "tokens_per_second"),
-        "heldout": _columns(_with(lines, "heldout_loss"), "heldout_loss", "heldout_density"),
+        "sparse": _columns(thin(lines), "loss", counted, "lambda", "tokens_per_second"),
+        "heldout": _columns(_with(lines, "heldout_loss"), "heldout_loss", f"heldout_{counted}"),
         "heldout_text": _columns(_with(lines, "heldout_cross_entropy"), "heldout_cross_entropy"),
         "control_text": _columns(_with(control, "heldout_cross_entropy"), "heldout_cross_entropy"),
         "control": _columns(thin(control), "tokens_per_second"),
@@ -57,14 +59,15 @@ def _sparsified(run: Run, lines: list[MetricsLine]) -> dict[str, object]:
         *([_chart("Loss", "nats per token", ("held out", "heldout_text", "heldout_cross_entropy", "ink", "points"),
                   ("control, held out", "control_text", "heldout_cross_entropy", "control", "line"), *allowed)]
           if apart else []),
-        _chart("Density", "open edges of possible ones", ("in training", "sparse", "density", "sparse", "line"),
-               ("held out, gates fixed", "heldout", "heldout_density", "ink", "points"), log=True, share=True),
+        _chart(*("Density", "open edges of possible ones") if share else ("Open edges", "per head and query"),
+               ("in training", "sparse", counted, "sparse", "line"),
+               ("held out, gates fixed", "heldout", f"heldout_{counted}", "ink", "points"), log=True, share=share),
         _chart("Lambda", "weight of the loss", ("lambda", "sparse", "lambda", "sparse", "line"), log=True),
         _chart("Speed", "tokens per second", ("sparse", "sparse", "tokens_per_second", "sparse", "line"),
                ("control", "control", "tokens_per_second", "control", "faint")),
     ]  # fmt: skip
     layers = _per_layer(lines, "heldout_density_per_layer", "Density of every layer over time", "held out")
-    words = BUDGET if config.get("density") else CONSTRAINT
+    words = BUDGET if budget_in_words(config) else CONSTRAINT
     return {"series": series, "charts": charts, "best_step": summary.get("best_step"), "per_layer": layers, **words}
 
 
@@ -128,7 +131,7 @@ def _allowed(target: float | None, config: dict[str, Any], steps: int) -> dict[s
     """The target plus what is left of the slack, over the whole run."""
     if target is None:
         return {"step": [], "loss": []}
-    slack, until = 0.0 if config.get("density") else config.get("slack") or 0.0, config.get("slack_until") or 1.0
+    slack, until = 0.0 if budget_in_words(config) else config.get("slack") or 0.0, config.get("slack_until") or 1.0
     at = [steps * i / 100 for i in range(101)]
     return {"step": at, "loss": [target + slack * max(0.0, 1 - step / steps / until) for step in at]}
 

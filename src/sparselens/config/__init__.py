@@ -1,15 +1,18 @@
-"""Settings as frozen dataclasses. Their field comments are the command line's help."""
+"""Every setting: frozen dataclasses whose field texts are the command line's help.
+
+Imports nothing else of the package.
+"""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from numbers import Integral, Real
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from tyro.conf import arg
+
+from .checks import check_kinds, expect, require
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,8 @@ class Gate:
     """all: softmax over every allowed key, closed edges drop out. open: renormalise over the open edges."""
 
     def __post_init__(self) -> None:
-        _check_kinds(self)
-        _require(math.isfinite(self.bias), f"bias={self.bias}: expected a finite number")
+        check_kinds(self)
+        require(math.isfinite(self.bias), f"bias={self.bias}: expected a finite number")
 
 
 @dataclass(frozen=True)
@@ -75,14 +78,14 @@ class Training:
     """Seed of data order, gates and adapters."""
 
     def __post_init__(self) -> None:
-        _check_kinds(self)
-        _expect(self, "at least 1", "steps", "batch", "evaluate_every", "evaluate_sequences", "checkpoint_every")
-        _expect(self, "a positive number", "lr", "bias_lr", "clip")
-        _expect(self, "a share between 0 and 1", "warmup", "decay")
-        _expect(self, "zero or a positive number below 2^63", "seed")
-        _expect(self, "zero or more", "weight_decay")
-        _require(self.lora >= 0, f"lora={self.lora}: expected a rank, or 0 for none")
-        _require(not self.lora or self.optimizer == "adamw", "optimizer=muon moves whole matrices: not with lora")
+        check_kinds(self)
+        expect(self, "at least 1", "steps", "batch", "evaluate_every", "evaluate_sequences", "checkpoint_every")
+        expect(self, "a positive number", "lr", "bias_lr", "clip")
+        expect(self, "a share between 0 and 1", "warmup", "decay")
+        expect(self, "zero or a positive number below 2^63", "seed")
+        expect(self, "zero or more", "weight_decay")
+        require(self.lora >= 0, f"lora={self.lora}: expected a rank, or 0 for none")
+        require(not self.lora or self.optimizer == "adamw", "optimizer=muon moves whole matrices: not with lora")
         micro = self.micro_batch
         if micro is not None and (micro < 1 or self.batch % micro):
             raise ValueError(f"micro_batch={micro} does not divide batch={self.batch}")
@@ -98,6 +101,8 @@ class Sparsify:
     density: float | None = 0.005
     """Share of the allowed (query, key) pairs that may stay open; the loss is minimised within it. None: as few as the
     loss target allows, which only works where the target can be met throughout."""
+    edges: float | None = None
+    """In place of --density: open edges per head and query, on average. It means the same at every length of text."""
     closing: float = 0.2
     """Share of the steps in which the gates close, sampled at random; after that gates are deterministic and the
     weights heal. (With --density.)"""
@@ -117,18 +122,25 @@ class Sparsify:
     training: Training = field(default_factory=Training)
 
     def __post_init__(self) -> None:
-        _check_kinds(self)
+        check_kinds(self)
         if self.density is not None:
-            _require(0 < self.density <= 1, f"density={self.density}: expected a share between 0 and 1, or None")
-        _expect(self, "a share above 0, up to 1", "closing", "slack_until")
-        _expect(self, "a positive number", "tolerance")
-        _expect(self, "zero or more", "slack")
+            require(0 < self.density <= 1, f"density={self.density}: expected a share between 0 and 1, or None")
+        if self.edges is not None:
+            expect(self, "a positive number", "edges")
+        expect(self, "a share above 0, up to 1", "closing", "slack_until")
+        expect(self, "a positive number", "tolerance")
+        expect(self, "zero or more", "slack")
         if self.target not in ("base", "control"):
             try:
                 number = float(self.target)
             except ValueError:
                 number = math.nan
-            _require(math.isfinite(number), f"target={self.target!r}: expected base, control or a number of nats")
+            require(math.isfinite(number), f"target={self.target!r}: expected base, control or a number of nats")
+
+    @property
+    def budget(self) -> float | None:
+        """How many edges may stay open, in the unit that was chosen; None: the loss alone decides."""
+        return self.density if self.edges is None else self.edges
 
     @property
     def trains_control(self) -> bool:
@@ -142,6 +154,9 @@ class Text:
 
     length: int = 512
     """Tokens per sequence."""
+    shortest: int = 0
+    """Cut every second training sequence into texts of so many tokens or more, all lengths alike in log, which do not
+    see each other: prompts are short. 0: leave sequences whole."""
     heldout: Annotated[tuple[str, ...], arg(metavar="TEXT ...", help_behavior_hint="")] = ()
     """Held-out text. Default: every 20th document of the data, until there is enough."""
     heldout_tokens: int = 1 << 17
@@ -152,9 +167,11 @@ class Text:
     """Folder for tokenised text."""
 
     def __post_init__(self) -> None:
-        _check_kinds(self)
-        _require(self.length >= 2, f"length={self.length}: expected at least 2 tokens")
-        _expect(self, "at least 1", "heldout_tokens")
+        check_kinds(self)
+        require(self.length >= 2, f"length={self.length}: expected at least 2 tokens")
+        fits = self.shortest == 0 or 2 <= self.shortest <= self.length
+        require(fits, f"shortest={self.shortest}: expected 2 to {self.length} (--length) tokens, or 0 for none")
+        expect(self, "at least 1", "heldout_tokens")
 
 
 Ask = Literal["removed", "share", "heads", "components", "corrupted", "mean", "learnt"]
@@ -206,15 +223,15 @@ class Search:
     """Seed of prompts, bootstrap and random circuits."""
 
     def __post_init__(self) -> None:
-        _check_kinds(self)
+        check_kinds(self)
         known = get_args(Ask)
         for reading in self.readings:
-            _require(reading in known, f"reading {reading!r}: expected some of {', '.join(known)}")
-        _require(bool(self.readings), f"no reading to take; name at least one of {', '.join(known)}")
-        _expect(self, "at least 1", "steps", "points", "memory_mb", "learnt_prompts")
-        _expect(self, "zero or more", "alternatives")
-        _expect(self, "zero or a positive number below 2^63", "seed")
-        _require(self.prompts >= 2, f"prompts={self.prompts}: expected at least 2")
+            require(reading in known, f"reading {reading!r}: expected some of {', '.join(known)}")
+        require(bool(self.readings), f"no reading to take; name at least one of {', '.join(known)}")
+        expect(self, "at least 1", "steps", "points", "memory_mb", "learnt_prompts")
+        expect(self, "zero or more", "alternatives")
+        expect(self, "zero or a positive number below 2^63", "seed")
+        require(self.prompts >= 2, f"prompts={self.prompts}: expected at least 2")
 
 
 @dataclass(frozen=True)
@@ -274,14 +291,14 @@ class Transcode:
     """Seed of weights and data order."""
 
     def __post_init__(self) -> None:
-        _check_kinds(self)
-        _expect(self, "at least 1", "features", "k", "steps", "batch", "normalise_over", "dead_after")
-        _expect(self, "at least 1", "evaluate_every", "evaluate_sequences", "checkpoint_every")
-        _expect(self, "a positive number", "lr", "clip", "sharpness", "threshold", "bandwidth")
-        _expect(self, "a share between 0 and 1", "warmup", "decay", "sparsity_warmup")
-        _expect(self, "zero or a positive number below 2^63", "seed")
-        _expect(self, "zero or more", "sparsity", "dead_penalty")
-        _require(self.k <= self.features, f"k={self.k}: expected at most the {self.features} features of a layer")
+        check_kinds(self)
+        expect(self, "at least 1", "features", "k", "steps", "batch", "normalise_over", "dead_after")
+        expect(self, "at least 1", "evaluate_every", "evaluate_sequences", "checkpoint_every")
+        expect(self, "a positive number", "lr", "clip", "sharpness", "threshold", "bandwidth")
+        expect(self, "a share between 0 and 1", "warmup", "decay", "sparsity_warmup")
+        expect(self, "zero or a positive number below 2^63", "seed")
+        expect(self, "zero or more", "sparsity", "dead_penalty")
+        require(self.k <= self.features, f"k={self.k}: expected at most the {self.features} features of a layer")
 
 
 @dataclass(frozen=True)
@@ -312,10 +329,10 @@ class Faces:
     """Seed of the samples and of the order of the text."""
 
     def __post_init__(self) -> None:
-        _expect(self, "at least 1", "tokens", "batch", "contexts", "samples", "words", "budget")
-        _expect(self, "zero or more", "before", "after", "nearest")
-        _expect(self, "a positive number", "checkpoint_minutes")
-        _expect(self, "zero or a positive number below 2^63", "seed")
+        expect(self, "at least 1", "tokens", "batch", "contexts", "samples", "words", "budget")
+        expect(self, "zero or more", "before", "after", "nearest")
+        expect(self, "a positive number", "checkpoint_minutes")
+        expect(self, "zero or a positive number below 2^63", "seed")
 
 
 @dataclass(frozen=True)
@@ -346,10 +363,10 @@ class Trace:
     """Memory to use for gradients, beside the model's own."""
 
     def __post_init__(self) -> None:
-        _check_kinds(self)
-        _expect(self, "at least 1", "cluster_edges", "links", "memory_mb")
-        _expect(self, "zero or more", "budget", "checks", "cuts")
-        _expect(self, "a share above 0, up to 1", "nodes", "edges", "layer_share")
+        check_kinds(self)
+        expect(self, "at least 1", "cluster_edges", "links", "memory_mb")
+        expect(self, "zero or more", "budget", "checks", "cuts")
+        expect(self, "a share above 0, up to 1", "nodes", "edges", "layer_share")
 
 
 Settings = TypeVar("Settings")
@@ -367,53 +384,3 @@ def unknown_setting(name: str, known: Iterable[str]) -> str:
     """A sentence about a setting that does not exist."""
     near = get_close_matches(name, known := sorted(known), n=1)
     return f"unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else f": expected one of {known}")
-
-
-# ---- what may be in a field ------------------------------------------------------------------------------------------
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-_NUMBERS: dict[type, tuple[type, str]] = {
-    int: (Integral, "a whole number"), float: (Real, "a number"), bool: (bool, "True or False")
-}  # fmt: skip
-
-
-def _check_kinds(settings: Any) -> None:
-    """Numbers are numbers, one of several words is one of them, and one of many needs no tuple around it."""
-    for name, kind in get_type_hints(type(settings)).items():
-        value, parts = getattr(settings, name), get_args(kind)
-        if get_origin(kind) is Literal:
-            _require(value in parts, f"{name}={value!r}: expected one of {', '.join(parts)}")
-        elif get_origin(kind) is tuple:
-            many = (value,) if isinstance(value, str | Path) else tuple(value)
-            object.__setattr__(settings, name, many)
-        else:
-            optional = isinstance(kind, UnionType) and type(None) in parts
-            kind = parts[0] if optional else kind
-            if kind in _NUMBERS and not (optional and value is None):
-                expected, words = _NUMBERS[kind]
-                right = isinstance(value, expected) and (kind is bool or not isinstance(value, bool))
-                _require(right, f"{name}={value!r}: expected {words}" + " or None" * optional)
-            elif kind is Path:
-                _require(isinstance(value, str | Path), f"{name}={value!r}: expected a path")
-                object.__setattr__(settings, name, Path(value))
-
-
-_RULES: dict[str, Callable[[float], bool]] = {
-    "at least 1": lambda value: value >= 1,
-    "zero or more": lambda value: 0 <= value < math.inf,
-    "zero or a positive number below 2^63": lambda value: 0 <= value < 1 << 63,
-    "a positive number": lambda value: 0 < value < math.inf,
-    "a share between 0 and 1": lambda value: 0 <= value <= 1,
-    "a share above 0, up to 1": lambda value: 0 < value <= 1,
-}
-
-
-def _expect(settings: Any, what: str, *names: str) -> None:
-    for name in names:
-        value = getattr(settings, name)
-        _require(_RULES[what](value), f"{name}={value}: expected {what}")
