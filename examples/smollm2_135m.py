@@ -31,6 +31,10 @@ def main(description: str | None = __doc__, **defaults: Any) -> None:
     parser.add_argument("--unseen", nargs="+", default=[], help="text of another kind, for the report alone")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--density", type=float, default=0.005)
+    parser.add_argument("--edges", type=float, help="open edges per head and query, in place of --density")
+    parser.add_argument(
+        "--shortest", type=int, default=0, help="cut every second sequence into texts this long or longer"
+    )
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--micro-batch", type=int, help="sequences per forward pass; halved where memory is short")
@@ -46,8 +50,8 @@ def main(description: str | None = __doc__, **defaults: Any) -> None:
     corpora = {name: whole_text(files, tokenizer, arguments.length) for name, files in texts if files}
     run = sl.sparsify(
         arguments.model, arguments.data, arguments.out, heldout=tuple(arguments.heldout), heldout_tokens=1 << 20,
-        control=True, density=arguments.density, steps=arguments.steps, batch=arguments.batch,
-        micro_batch=arguments.micro_batch, lr=arguments.lr, length=arguments.length,
+        control=True, density=arguments.density, edges=arguments.edges, steps=arguments.steps, batch=arguments.batch,
+        micro_batch=arguments.micro_batch, lr=arguments.lr, length=arguments.length, shortest=arguments.shortest,
         seed=arguments.seed, resume=arguments.resume,
     )  # fmt: skip
     publish(run, arguments.model, corpora, arguments.json)
@@ -90,12 +94,12 @@ def summary(run: Run, base: str | Path, corpora: dict[str, Batches]) -> dict[str
         **{f"{kind}_loss": {corpus: row[kind]["loss"] for corpus, row in rows.items()} for kind in folders},
         "kl_to_base": {corpus: {k: row[k]["kl_to_base"] for k in folders} for corpus, row in rows.items()},
         "top1_agreement": {corpus: {k: row[k]["top1_agreement"] for k in folders} for corpus, row in rows.items()},
+        "edges_per_query": first["edges_per_query"],
         "density": first["density"],
         "density_by_corpus": {corpus: row["sparse"]["density"] for corpus, row in rows.items()},
         "density_per_layer": first["density_per_layer"],
         "density_per_head": first["density_per_head"],
         "worst_layer_density": max(first["density_per_layer"]),
-        "edges_per_query": first["edges_per_query"],
         "tokens": made["tokens"],
         "minutes": made["minutes"],
         "tokens_per_second": made["tokens_per_second"],
