@@ -3,6 +3,7 @@
 1. text: how often the likeliest next token is the base's, and KL(base || model), over held-out sequences
 2. tasks: the share of prompts each model answers rightly
 3. ordinary prompts: the likeliest next tokens of each, with their probabilities
+4. where on the text the others differ from the first (differences.py)
 
 The first model is the one the others are compared with.
 """
@@ -26,6 +27,7 @@ from ..runs.rows import EvaluationRow
 from ..tasks.prompts import build
 from ..tasks.registry import Words
 from ..training.measure import measure
+from .differences import Differences, Group, differences
 
 
 class Likely(TypedDict):
@@ -43,6 +45,7 @@ class Behaviour(TypedDict):  # behaviour.json: everything by the names of the mo
     models: list[str]
     compared_with: str
     text: NotRequired[Mapping[str, EvaluationRow]]
+    differences: NotRequired[dict[str, Differences]]  # model -> where it differs from the first on the text
     tasks: dict[str, dict[str, dict[str, float]]]  # task -> model -> accuracy, standard_error, prompts
     prompts_same_top1: dict[str, int]
     prompts: list[SaidRow]
@@ -92,6 +95,11 @@ def behaviour(
         result["text"] = {
             name: measure(model, batches, start, count, micro_batch=micro_batch, base=models[first]).row(name, name)
             for name, model in models.items()
+        }
+        result["differences"] = {
+            name: differences(models[first], model, tokenizer, batches, start, count, micro_batch=micro_batch)
+            for name, model in models.items()
+            if name != first
         }
     return result
 
@@ -157,7 +165,36 @@ def markdown(result: Behaviour) -> str:
         rows.append([_code(one["prompt"]), *said])
     title = f"Next tokens after {n} prompts" + (f"; the likeliest is that of {names[0]} in: {same}" if same else "")
     parts.append(f"{title}:\n\n" + _table(["prompt", *names], rows))
+    for name, found in result.get("differences", {}).items():
+        parts += _where(found, name, names[0])
     return "\n\n".join(parts) + "\n"
+
+
+def _where(found: Differences, name: str, first: str) -> list[str]:
+    """Where a model differs from the first one, as tables."""
+    if found["kl"] < 1e-6:
+        return [f"{name} says what {first} says on all of the text."]
+    parts = [
+        f"Where {name} differs from {first}: {found['tokens']:,} tokens, KL {found['kl']:.4f} nats in the mean; "
+        f"{found['half']:.1%} of the tokens hold half of it."
+    ]
+    by: list[tuple[str, list[Group]]] = [
+        ("tokens in front", found["by_position"]), ("what follows", found["by_next"]),
+        ("the token that follows was", found["by_seen"]),
+    ]  # fmt: skip
+    for title, groups in by:
+        rows = [
+            [g["name"], f"{g['tokens']:,}", f"{g['kl']:.4f}", f"{g['kl_share']:.0%}", f"{g['loss_above_base']:+.4f}",
+             f"{g['same_top1']:.1%}"] for g in groups
+        ]  # fmt: skip
+        header = [title, "tokens", "KL, nats", "share of all KL", f"loss above {first}", "same top-1"]
+        parts.append(_table(header, rows))
+    rows = []
+    for place in found["places"]:
+        said = [", ".join(f"{_code(t['token'])} {t['p']:.2f}" for t in place[who]) for who in ("base", "model")]
+        rows.append([_code(place["text"]), _code(place["follows"]), *said, f"{place['kl']:.2f}"])
+    return [*parts, "Where they differ most, one place per sequence:\n\n"
+            + _table(["text", "what follows", first, name, "KL"], rows)]  # fmt: skip
 
 
 def _percent(share: float | None, error: float | None) -> str:

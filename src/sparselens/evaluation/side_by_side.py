@@ -23,6 +23,7 @@ from ..runs.run import Run, check_folder, check_writable, provenance, reading, w
 from ..training.measure import in_bf16, measure
 from ..training.sparsify import loss_table, patterns_of, report_slice
 from .behaviour import behaviour as behaviour_of, check_one_vocabulary, markdown, read_prompts
+from .differences import differences
 from .lm_eval import answer_benchmarks, benchmark_table, find_benchmarks
 
 Slice = tuple[Batches, int, int]  # held-out sequences, the first of them, how many
@@ -273,6 +274,12 @@ def _rows(
         result = behaviour_of(kept, shared, asked.prompts, tasks=list(asked.tasks))
         if text is not None:
             result["text"] = {row["kind"]: row for row in rows}
+            with torch.autocast(distributed.device(), torch.bfloat16, enabled=bf16):
+                result["differences"] = {
+                    kind: differences(base, model, shared, batches, start, count, micro_batch=micro)
+                    for kind, model in kept.items()
+                    if model is not base
+                }
         write_json(asked.behaviour / "behaviour.json", result | {"provenance": provenance()})
         write_bytes(asked.behaviour / "behaviour.md", markdown(result).encode())
     return rows
