@@ -124,7 +124,8 @@ class Stage(Trainee):
 
     def meanwhile(self) -> None:
         """The next step's first sequences, and what the teacher says of them: neither depends on the step at hand."""
-        if distributed.device() == "cpu":  # which has nothing to do meanwhile
+        # A CPU has nothing to do meanwhile; and there may be no sequences behind the last step's.
+        if distributed.device() == "cpu" or self.progress.step + 1 >= self.settings.steps:
             return
         first = self.progress.data + self.settings.batch + distributed.rank() * self.micro
         made = self.batches.train(first, self.micro)
