@@ -312,6 +312,7 @@ class Faces:
     """Seed of the samples and of the order of the text."""
 
     def __post_init__(self) -> None:
+        _check_kinds(self)
         _expect(self, "at least 1", "tokens", "batch", "contexts", "samples", "words", "budget")
         _expect(self, "zero or more", "before", "after", "nearest")
         _expect(self, "a positive number", "checkpoint_minutes")

@@ -81,6 +81,26 @@ def test_a_band_is_sampled_evenly():
     assert 110 < late < 190 and len(set(first)) > 50
 
 
+@pytest.mark.parametrize("samples", [1, 3])
+def test_samples_are_those_of_a_pass_that_knew_the_largest_from_the_start(samples):
+    """When the largest grows, what was kept moves down; what falls out below stays in the lowest band."""
+    a = activations(sequences=40)
+    a[-1, 0, 0] = 1000 * a[..., 0].max()  # all that one had shown before is now low
+    found, wanted = (Collector(1, a.shape[-1], 4, samples, 2, 1, CPU) for _ in range(2))
+    wanted.layers[0].peak = a.amax((0, 1))
+    for made in (found, wanted):
+        for first in range(0, len(a), 3):
+            made.add(0, a[first : first + 3], first)
+    for name, value in wanted.tensors().items():
+        if "low" in name or "lot" in name:
+            filled = (wanted.layers[0].low_sequence >= 0).view(
+                *wanted.layers[0].low_sequence.shape, *[1] * (value.ndim - 2)
+            )
+            assert torch.equal(value * filled, found.tensors()[name] * filled), name
+    assert torch.equal(found.layers[0].low_sequence, wanted.layers[0].low_sequence)
+    assert (found.layers[0].low_sequence[0, (BANDS - 1) * samples :] >= 0).all()
+
+
 def test_states_can_be_put_back():
     a = activations()
     whole, half = collected(a), collected(a[:6])

@@ -215,6 +215,15 @@ def test_hostile_words_are_text_in_the_card(faces):
     assert "<img" not in shown and "<b>&lt;" in shown and "<i>" not in shown
 
 
+def test_hostile_numbers_are_text_in_the_card(faces):
+    """A file of faces may be anybody's: what should be a number may be markup."""
+    from sparselens.faces.card import html
+
+    for name in ("layer", "feature", "fits"):
+        card = {**faces.card(0, 0), name: "<img src=x onerror=alert(1)>"}
+        assert "<img" not in html(card)
+
+
 def test_search(faces):
     busy = max(((layer, f) for layer in range(2) for f in range(70)), key=lambda p: faces.card(*p)["fires"])
     card = faces.card(*busy)
@@ -246,6 +255,19 @@ def test_a_labeller_of_ones_own(house, tmp_path):
     assert not made.label(0, 3).startswith("mine") and any("labeller failed on 0/3" in text for text in said)
 
 
+def test_what_fits_is_told_with_all_contexts_the_label_was_made_from(house, tmp_path):
+    """A small budget leaves contexts out of the card: "true of 11 of 3" would be nonsense."""
+    whole, small = (read(house, tmp_path / str(b), budget=b, contexts=12) for b in (10_000, 250))
+    cut = 0
+    for f in range(70):
+        card, less = whole.card(0, f), small.card(0, f)
+        assert less["fits"] == card["fits"] <= card["contexts"] == less["contexts"] == len(card["top"])
+        told = f"true of {less['fits']} of {less['contexts']} top contexts"
+        assert (told in sl.Feature(small, 0, f)._repr_html_()) == bool(less["fits"])
+        cut += less["fits"] > len(less["top"])
+    assert cut > 5, "the case needs contexts that were left out"
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -257,6 +279,12 @@ def test_too_little_text(house, tmp_path):
     with pytest.raises(ValueError, match=r"short.*faces need thousands of tokens"):
         read(house, tmp_path / "b", data=str(tmp_path / "tiny.txt"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["short.txt", "tiny.txt"], "nothing is left behind"
+
+
+@pytest.mark.parametrize("change", [{"tokens": 1e6}, {"contexts": "20"}, {"budget": 2.5}])
+def test_settings_of_another_kind_are_refused_in_words(house, tmp_path, change):
+    with pytest.raises(ValueError, match=f"{next(iter(change))}=.*expected a whole number"):
+        read(house, tmp_path / "faces", **change)
 
 
 def test_less_text_than_asked_is_said(house, tmp_path):
@@ -300,6 +328,15 @@ def test_a_damaged_file(faces, tmp_path):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"damaged|cannot be read"):
         Faces(tmp_path / "faces").card(0, 69)
+    about = json.loads((tmp_path / "faces" / "faces.json").read_text())
+    for change in ({"n_features": 71}, {"n_features": 10**15}, {"n_layers": 10**15}):
+        (tmp_path / "faces" / "faces.json").write_text(json.dumps(about | change))
+        found = Faces(tmp_path / "faces")
+        with pytest.raises(ValueError, match=r"damaged"):
+            found.label(0, 69)
+        if "n_features" in change:
+            with pytest.raises(ValueError, match=r"damaged"):
+                found.card(1, 70 if change["n_features"] == 71 else 69)
     (tmp_path / "faces" / "faces.json").write_text(json.dumps({"format": 2}))
     with pytest.raises(ValueError, match="format 2"):
         Faces(tmp_path / "faces")
