@@ -176,8 +176,7 @@ def _put_in_place(fresh: Path, folder: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a killed process was writing; what it left under its old name alone gets its name back. Only the one
-    that holds the lock may."""
+    """Clear up behind a killed process, holding the lock; a folder left under its old name alone gets its own back."""
     for path in [*folder.rglob(".*.old"), *folder.rglob(".*.tmp")]:
         if path.suffix == ".old" and not (place := path.with_name(path.name[1:-4])).exists():
             path.rename(place)
