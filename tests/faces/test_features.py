@@ -12,7 +12,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 import sparselens as sl
 from sparselens.cli import main
 from sparselens.faces import features as verb
-from sparselens.faces.finish import promoted
+from sparselens.faces.finish import promoted, words_of
 from sparselens.faces.store import BLOCK, Faces
 from sparselens.training.engine import Interrupted
 from sparselens.transcoders.mlp_hooks import observe
@@ -84,6 +84,16 @@ def test_cards_are_true(faces, house):
                 levels = a[sequence, first : first + len(one["text"]), f] * 255 / card["largest"]
                 assert max(abs(x - y) for x, y in zip(one["activations"], levels.tolist(), strict=True)) <= 1.5
     assert sum(faces.card(layer, f)["fires"] > 0 for layer in range(2) for f in range(70)) > 40
+
+
+def test_words_a_search_finds_a_feature_by():
+    """The six words it fires on most, the commonest first, and the three it promotes most."""
+    fired = ["c", "b", "b", "a", "a", "a", "d", "e", "f", "g", " "]
+    card = {
+        "top": [{"text": ["x", word], "at": 1} for word in fired],
+        "promoted": [(f" P{i}", 1.0) for i in range(5)],
+    }
+    assert words_of(card) == "a\tb\tc\td\te\tf\tp0\tp1\tp2"
 
 
 def test_promoted_words_raise_their_logits(house):
