@@ -17,6 +17,8 @@ def test_a_family_is_the_same(family):
     model = random_model(family)
     for name, value in module.OWN.get(family, {}).items():
         assert getattr(model.config, name) == value
+    if "sliding_window" in module.OWN.get(family, {}) and family != "mistral":  # all of its layers have one
+        assert {"sliding_attention", "full_attention"} <= set(model.config.layer_types)
     assert model.config.hidden_size % model.config.num_attention_heads == 0
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     row = differences(family, model)

@@ -107,3 +107,8 @@ def test_few_words_stand_for_the_contexts_that_have_any_of_them():
     assert label(found[:-2], Background()) == ("“a”, “b”, “c”", 6)
     rare = [{f"the word “{word}”": 1.0} for word in "abcdef"]
     assert label(rare, Background()) == ("mixed: “a”, “b”, “c”", 0)
+
+
+@pytest.mark.parametrize("z, text", [(8.0, "names, promotes “cat”"), (7.9, "names")])
+def test_a_word_is_named_that_is_promoted_by_eight_deviations(z, text):
+    assert label([{"names": 0.9}] * 3, Background(), [(" cat", z), (" dog", 7.0)]).text == text

@@ -33,6 +33,18 @@ def test_what_is_said_stands_behind_the_prompt(models, filled, monkeypatch):
     assert shown["probability"] == pytest.approx([0.0] * (n - said) + best.values[-said:].tolist(), abs=1e-5)
 
 
+def test_what_comes_next_is_asked_at_a_position(models):
+    ids = torch.tensor([models.ids("sparse", PROMPT)])
+    with torch.no_grad():
+        logits = models.member("sparse").decoder.model(ids).logits[0]
+    for position in range(ids.shape[1]):
+        found = models.look(PROMPT, position=position)
+        assert found["position"] == position
+        assert found["models"]["sparse"]["next"][0]["id"] == int(logits[position].argmax())
+    n = ids.shape[1]
+    assert found["possible"] == n * (n + 1) // 2
+
+
 def test_what_lies_behind_the_end_is_refused(models):
     ids = models.ids("sparse", PROMPT)
     vocabulary = models.member("sparse").decoder.vocabulary
