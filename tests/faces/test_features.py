@@ -12,7 +12,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 import sparselens as sl
 from sparselens.cli import main
 from sparselens.faces import features as verb
-from sparselens.faces.finish import promoted, words_of
+from sparselens.faces.finish import promoted, words_of, written
 from sparselens.faces.store import BLOCK, Faces
 from sparselens.training.engine import Interrupted
 from sparselens.transcoders.mlp_hooks import observe
@@ -110,6 +110,24 @@ def test_promoted_words_raise_their_logits(house):
         assert words[f].tolist() == order[:3].tolist() and lowered[f].tolist() == order.flip(0)[:3].tolist()
         wanted = (logits.max() - logits.mean()) / logits.std()
         assert float(z[f, 0]) == pytest.approx(float(wanted), rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "olmo2"])
+def test_what_a_feature_writes_goes_through_the_norm_behind_the_mlp(family):
+    """Of all layers together; its gain, where a family has one: 1 + weight in Gemma, the weight in OLMo 2."""
+    model, coder = tiny_model(family), Transcoder.random(2, 6, 32)
+    found = written(model, coder, 0)
+    wanted = torch.zeros(6, 32)
+    for layer in range(2):
+        rows = coder.W_dec[0][:, layer]
+        if family != "gpt2":
+            with torch.no_grad():
+                weight = model.model.layers[layer].post_feedforward_layernorm.weight
+                weight += torch.linspace(0, 1, 32)
+            found = written(model, coder, 0)
+            rows = rows * (weight + (family == "gemma2"))
+        wanted = wanted + rows
+    torch.testing.assert_close(found, wanted)
 
 
 def test_a_killed_pass_goes_on(house, faces, tmp_path, monkeypatch):
