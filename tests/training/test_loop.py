@@ -230,6 +230,22 @@ def test_nothing_is_asked_for_behind_the_last_step(monkeypatch, tmp_path):
     assert asked == [(16, 2)]
 
 
+def test_sequences_made_on_the_gpu_stay_there(monkeypatch, tmp_path):
+    """PyTorch pins no memory but the host's."""
+
+    class OnGpu:
+        is_cuda = True
+
+    class There(Copying):
+        def train(self, start, count):
+            return {"input_ids": OnGpu()}
+
+    stage = training.Stage("x", tiny_model("llama"), There(), tmp_path, Training(steps=5, batch=4), micro=2)
+    monkeypatch.setattr(training.distributed, "device", lambda: "cuda")
+    stage.meanwhile()
+    assert stage.ahead[0] == (4, 2) and isinstance(stage.ahead[1]["input_ids"], OnGpu)
+
+
 def test_learning_by_heart_is_noticed(base, tmp_path):
     """A handful of training sequences over and over: held-out loss parts from training loss, and the run says so."""
 
