@@ -112,3 +112,15 @@ def test_few_words_stand_for_the_contexts_that_have_any_of_them():
 @pytest.mark.parametrize("z, text", [(8.0, "names, promotes “cat”"), (7.9, "names")])
 def test_a_word_is_named_that_is_promoted_by_eight_deviations(z, text):
     assert label([{"names": 0.9}] * 3, Background(), [(" cat", z), (" dog", 7.0)]).text == text
+
+
+def test_a_sure_fact_comes_before_a_list_of_words():
+    """True of just four in five, while two words cover as much."""
+    found = [{f"the word “{word}”": 1.0, "after “of”": 0.9} for word in "aabb"] + [{"the word “c”": 1.0}]
+    assert label(found, Background()).text == "after “of”"
+    assert label([*found, {"the word “a”": 1.0}], Background()).text == "“a”, “b”", "of four in six it is not"
+
+
+@pytest.mark.parametrize("word, told", [("sadly", True), ("ably", False), ("be-ly", False)])
+def test_endings_of_words_of_five_letters_or_more(word, told):
+    assert ("words in -ly" in facts(Context([" " + word], 0))) == told

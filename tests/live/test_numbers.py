@@ -1,6 +1,7 @@
 """Numbers of a studio at their limits: the last position, the last token, the longest prompt."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from studio_run import PROMPT
 from tiny_models import tiny_tokenizer
 from tracing_setup import biased_model
 
+from sparselens.live.circuit import _fewest
 from sparselens.live.models import MOST_TOKENS, Member, Models, answers
 from sparselens.models.decoder import Decoder
 from sparselens.tasks.registry import Words
@@ -68,6 +70,16 @@ def test_a_prompt_is_as_long_as_model_and_page_allow(models, longest, monkeypatc
     assert len(models.ids("sparse", "w3", [5] * (most - len(start)))) == most
     with pytest.raises(ValueError, match=f"has {most + 1} tokens; the studio shows up to {most}"):
         models.ids("sparse", "w3", [5] * (most - len(start) + 1))
+
+
+@pytest.mark.parametrize("most, wanted", [(100, 90), (1000, 90), (95, 90), (60, 60)])
+def test_a_circuit_keeps_nine_tenths(most, wanted):
+    """Of a metric to which each of the first hundred edges adds a hundredth, above what there is without any."""
+    edges = SimpleNamespace(shape=(1, 1, 40, 50), metric=lambda mask, some: -3 + mask.flatten()[:100].sum() / 50)
+    some = SimpleNamespace(embedding=torch.zeros(1))
+    n, effect, curve = _fewest(edges, some, torch.arange(2000), most, -1.0, -3.0, lambda done, of: None)
+    assert wanted <= n <= wanted + max(1, wanted // 50) and effect == pytest.approx(min(n, 100) / 100)
+    assert curve == sorted(curve) and all(f == pytest.approx(min(at, 100) / 100) for at, f in curve)
 
 
 def test_answers_by_hand():
