@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -102,9 +103,11 @@ def run_tests(watch: Watch, files: list[str]) -> int:
 def map_file(test: Path, kept: Path, core: list[str]) -> int:
     """In a child: which test of this file runs which lines of the core, how long it takes, and what it imports."""
     watch = Watch(files={str(SOURCE / f"{name}.py"): name for name in core})
+    threading.settrace(watch.trace)  # a server computes in a thread of its own
     sys.settrace(watch.trace)
     code = run_tests(watch, [str(test)])
     sys.settrace(None)
+    threading.settrace(None)
     modules = [name for name in sys.modules if name.split(".")[0] in PRELOADED]
     kept.write_text(json.dumps({"tests": watch.found, "modules": modules}))
     return code

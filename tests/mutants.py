@@ -26,13 +26,15 @@ from mutations import Mutant, mutants_of, reach
 
 # Relative to src/sparselens: whatever computes a number of a result.
 CORE = [
-    "attribution/clusters", "attribution/graph", "attribution/growth", "attribution/head_shares",
+    "attribution/clusters", "attribution/cuts", "attribution/graph", "attribution/growth", "attribution/head_shares",
     "attribution/interventions", "attribution/linear_model", "attribution/qk_terms", "attribution/sources",
     "circuits/attention_edges", "circuits/circuit", "circuits/estimate", "circuits/faithfulness",
-    "circuits/prompt_curves", "circuits/rankings", "circuits/readings", "circuits/run", "circuits/scores", "gating/op",
-    "gating/reference", "models/component_graph", "models/decoder", "tasks/prompts", "training/controllers",
-    "training/engine", "training/loop", "training/measure", "transcoders/decoding", "transcoders/evaluation",
-    "transcoders/losses", "transcoders/transcoder",
+    "circuits/prompt_curves", "circuits/rankings", "circuits/readings", "circuits/run", "circuits/scores",
+    "evaluation/parity", "faces/collect", "faces/finish", "faces/labels", "faces/store", "gating/op",
+    "gating/reference", "live/circuit", "live/features", "live/models", "models/component_graph", "models/decoder",
+    "models/delta", "models/identity", "tasks/prompts", "training/controllers", "training/engine", "training/head",
+    "training/loop", "training/measure", "transcoders/decoding", "transcoders/evaluation", "transcoders/losses",
+    "transcoders/transcoder",
 ]  # fmt: skip
 SLOWEST = 15.0  # seconds; a slower test is not asked
 PATIENCE = 60.0  # seconds of tests for one mutant

@@ -57,13 +57,17 @@ def test_held_patterns_are_those_of_the_uncut_model(graph):
     assert any(not torch.equal(free.run.pattern(i), graph.live.frozen.pattern(i)) for i in range(graph.n_layers))
 
 
+@pytest.mark.parametrize("kind", [None, FEATURE], ids=["any", "feature"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_arrives_at_the_answer_is_what_heads_carry(family):
-    """Read by the answer's gradient, what every head brings is its share of the edge."""
+def test_what_arrives_at_the_answer_is_what_heads_carry(family, kind):
+    """Read by the answer's gradient, what every head brings is its share of the edge; also of what a feature writes in
+    the middle of the model, behind the norm that some families have there."""
     graph = traced(family, True, target="w4", nodes=0.95)
     answer, last = graph.n_nodes - 1, len(graph.tokens) - 1
     sources, shares = graph.row(answer)
     elsewhere = (graph.position[sources] >= 0) & (graph.position[sources] < last)
+    if kind is not None:
+        elsewhere &= graph.kind[sources] == kind
     source = int(sources[elsewhere][shares[elsewhere].abs().argmax()])
     brought = arrivals(graph, [source], [answer])
     (carried,) = carry(graph, [(source, answer)])

@@ -42,7 +42,14 @@ def test_counts_and_histogram():
 
 @pytest.mark.parametrize("batch", [1, 3, 14])
 def test_top_contexts_are_the_strongest_of_each_sequence(batch):
-    a = activations()
+    check_top_contexts(activations(), batch)
+
+
+def test_weak_features_have_contexts_too():
+    check_top_contexts(activations() * 1e-3, 3)
+
+
+def check_top_contexts(a, batch):
     kept = collected(a, batch).layers[0]
     for f in range(a.shape[-1]):
         peaks = [(float(row[:, f].max()), i) for i, row in enumerate(a) if float(row[:, f].max()) > 0]
@@ -56,7 +63,7 @@ def test_top_contexts_are_the_strongest_of_each_sequence(batch):
             for offset, found in zip((-2, -1, 0, 1), kept.top_window[f, slot].tolist(), strict=True):
                 inside = 0 <= position + offset < a.shape[1]
                 true = float(a[sequence, position + offset, f]) if inside else 0.0
-                assert found == pytest.approx(true, rel=1e-3)
+                assert found == pytest.approx(true, rel=1e-3, abs=1e-7)
 
 
 def test_samples_stand_in_their_bands_and_are_true():
@@ -79,6 +86,26 @@ def test_a_band_is_sampled_evenly():
     first = [int(collected(a, batch=7, samples=1, seed=seed).layers[0].low_sequence[0, 0]) for seed in range(300)]
     late = sum(i >= 30 for i in first)
     assert 110 < late < 190 and len(set(first)) > 50
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_samples_are_those_of_a_pass_that_knew_the_largest_from_the_start(samples):
+    """When the largest grows, what was kept moves down; what falls out below stays in the lowest band."""
+    a = activations(sequences=40)
+    a[-1, 0, 0] = 1000 * a[..., 0].max()  # all that one had shown before is now low
+    found, wanted = (Collector(1, a.shape[-1], 4, samples, 2, 1, CPU) for _ in range(2))
+    wanted.layers[0].peak = a.amax((0, 1))
+    for made in (found, wanted):
+        for first in range(0, len(a), 3):
+            made.add(0, a[first : first + 3], first)
+    for name, value in wanted.tensors().items():
+        if "low" in name or "lot" in name:
+            filled = (wanted.layers[0].low_sequence >= 0).view(
+                *wanted.layers[0].low_sequence.shape, *[1] * (value.ndim - 2)
+            )
+            assert torch.equal(value * filled, found.tensors()[name] * filled), name
+    assert torch.equal(found.layers[0].low_sequence, wanted.layers[0].low_sequence)
+    assert (found.layers[0].low_sequence[0, (BANDS - 1) * samples :] >= 0).all()
 
 
 def test_states_can_be_put_back():

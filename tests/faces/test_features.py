@@ -12,7 +12,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 import sparselens as sl
 from sparselens.cli import main
 from sparselens.faces import features as verb
-from sparselens.faces.finish import promoted
+from sparselens.faces.finish import promoted, words_of, written
 from sparselens.faces.store import BLOCK, Faces
 from sparselens.training.engine import Interrupted
 from sparselens.transcoders.mlp_hooks import observe
@@ -86,6 +86,16 @@ def test_cards_are_true(faces, house):
     assert sum(faces.card(layer, f)["fires"] > 0 for layer in range(2) for f in range(70)) > 40
 
 
+def test_words_a_search_finds_a_feature_by():
+    """The six words it fires on most, the commonest first, and the three it promotes most."""
+    fired = ["c", "b", "b", "a", "a", "a", "d", "e", "f", "g", " "]
+    card = {
+        "top": [{"text": ["x", word], "at": 1} for word in fired],
+        "promoted": [(f" P{i}", 1.0) for i in range(5)],
+    }
+    assert words_of(card) == "a\tb\tc\td\te\tf\tp0\tp1\tp2"
+
+
 def test_promoted_words_raise_their_logits(house):
     """What a feature promotes most is what its decoders, added to the end of the residual stream, raise most."""
     model, _ = sl.load(house / "base")
@@ -100,6 +110,24 @@ def test_promoted_words_raise_their_logits(house):
         assert words[f].tolist() == order[:3].tolist() and lowered[f].tolist() == order.flip(0)[:3].tolist()
         wanted = (logits.max() - logits.mean()) / logits.std()
         assert float(z[f, 0]) == pytest.approx(float(wanted), rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "olmo2"])
+def test_what_a_feature_writes_goes_through_the_norm_behind_the_mlp(family):
+    """Of all layers together; its gain, where a family has one: 1 + weight in Gemma, the weight in OLMo 2."""
+    model, coder = tiny_model(family), Transcoder.random(2, 6, 32)
+    found = written(model, coder, 0)
+    wanted = torch.zeros(6, 32)
+    for layer in range(2):
+        rows = coder.W_dec[0][:, layer]
+        if family != "gpt2":
+            with torch.no_grad():
+                weight = model.model.layers[layer].post_feedforward_layernorm.weight
+                weight += torch.linspace(0, 1, 32)
+            found = written(model, coder, 0)
+            rows = rows * (weight + (family == "gemma2"))
+        wanted = wanted + rows
+    torch.testing.assert_close(found, wanted)
 
 
 def test_a_killed_pass_goes_on(house, faces, tmp_path, monkeypatch):
@@ -215,6 +243,15 @@ def test_hostile_words_are_text_in_the_card(faces):
     assert "<img" not in shown and "<b>&lt;" in shown and "<i>" not in shown
 
 
+def test_hostile_numbers_are_text_in_the_card(faces):
+    """A file of faces may be anybody's: what should be a number may be markup."""
+    from sparselens.faces.card import html
+
+    for name in ("layer", "feature", "fits"):
+        card = {**faces.card(0, 0), name: "<img src=x onerror=alert(1)>"}
+        assert "<img" not in html(card)
+
+
 def test_search(faces):
     busy = max(((layer, f) for layer in range(2) for f in range(70)), key=lambda p: faces.card(*p)["fires"])
     card = faces.card(*busy)
@@ -246,6 +283,19 @@ def test_a_labeller_of_ones_own(house, tmp_path):
     assert not made.label(0, 3).startswith("mine") and any("labeller failed on 0/3" in text for text in said)
 
 
+def test_what_fits_is_told_with_all_contexts_the_label_was_made_from(house, tmp_path):
+    """A small budget leaves contexts out of the card: "true of 11 of 3" would be nonsense."""
+    whole, small = (read(house, tmp_path / str(b), budget=b, contexts=12) for b in (10_000, 250))
+    cut = 0
+    for f in range(70):
+        card, less = whole.card(0, f), small.card(0, f)
+        assert less["fits"] == card["fits"] <= card["contexts"] == less["contexts"] == len(card["top"])
+        told = f"true of {less['fits']} of {less['contexts']} top contexts"
+        assert (told in sl.Feature(small, 0, f)._repr_html_()) == bool(less["fits"])
+        cut += less["fits"] > len(less["top"])
+    assert cut > 5, "the case needs contexts that were left out"
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -257,6 +307,12 @@ def test_too_little_text(house, tmp_path):
     with pytest.raises(ValueError, match=r"short.*faces need thousands of tokens"):
         read(house, tmp_path / "b", data=str(tmp_path / "tiny.txt"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["short.txt", "tiny.txt"], "nothing is left behind"
+
+
+@pytest.mark.parametrize("change", [{"tokens": 1e6}, {"contexts": "20"}, {"budget": 2.5}])
+def test_settings_of_another_kind_are_refused_in_words(house, tmp_path, change):
+    with pytest.raises(ValueError, match=f"{next(iter(change))}=.*expected a whole number"):
+        read(house, tmp_path / "faces", **change)
 
 
 def test_less_text_than_asked_is_said(house, tmp_path):
@@ -300,6 +356,15 @@ def test_a_damaged_file(faces, tmp_path):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"damaged|cannot be read"):
         Faces(tmp_path / "faces").card(0, 69)
+    about = json.loads((tmp_path / "faces" / "faces.json").read_text())
+    for change in ({"n_features": 71}, {"n_features": 10**15}, {"n_layers": 10**15}):
+        (tmp_path / "faces" / "faces.json").write_text(json.dumps(about | change))
+        found = Faces(tmp_path / "faces")
+        with pytest.raises(ValueError, match=r"damaged"):
+            found.label(0, 69)
+        if "n_features" in change:
+            with pytest.raises(ValueError, match=r"damaged"):
+                found.card(1, 70 if change["n_features"] == 71 else 69)
     (tmp_path / "faces" / "faces.json").write_text(json.dumps({"format": 2}))
     with pytest.raises(ValueError, match="format 2"):
         Faces(tmp_path / "faces")

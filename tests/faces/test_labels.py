@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparselens.faces.labels import Background, Context, facts, label, shares
+from sparselens.faces.labels import Background, Context, _score, facts, label, shares
 
 PLAIN = ["Once", " upon", " a", " time", " there", " was", " a", " small", " dog", "."]
 
@@ -81,3 +81,46 @@ def test_fixed_forms_are_told_by_their_places():
     background = Background()
     background.add({"the mark “?”": 1.0, "token 6 of the text": 1.0, "after “=”": 1.0, "“+” at token 2": 1.0})
     assert {"“3” at token 0", "“6” at token 1"} & set(label(found, background).text.split(", "))
+
+
+def test_a_fact_that_every_feature_has_says_nothing():
+    background = Background()
+    assert background.rate("x") == 0
+    for fact in ("x", "x", "y"):
+        background.add({fact: 1.0})
+    assert background.rate("x") == pytest.approx(2 / 3)
+    assert _score(1.0, 1.0, 1.0) == pytest.approx(0)
+    assert _score(1.0, 0.5, 1.0) == pytest.approx(4 * _score(0.5, 0.5, 1.0))
+
+
+@pytest.mark.parametrize("n, text, fits", [(4, "after “of”", 4), (3, "mostly after “of”", 3)])
+def test_four_of_five_are_sure(n, text, fits):
+    """Three of five are most; fewer than half are nothing."""
+    found = [{"after “of”": 0.9}] * n + [{"names": 0.9}] * (5 - n)
+    assert label(found, Background()) == (text, fits)
+
+
+def test_few_words_stand_for_the_contexts_that_have_any_of_them():
+    words = ["a", "a", "b", "b", "c", "c", "d", "e"]
+    found = [{f"the word “{word}”": 1.0} for word in words]
+    assert label(found, Background()) == ("“a”, “b”, “c”", 6), "three at most, and only those seen twice"
+    assert label(found[:-2], Background()) == ("“a”, “b”, “c”", 6)
+    rare = [{f"the word “{word}”": 1.0} for word in "abcdef"]
+    assert label(rare, Background()) == ("mixed: “a”, “b”, “c”", 0)
+
+
+@pytest.mark.parametrize("z, text", [(8.0, "names, promotes “cat”"), (7.9, "names")])
+def test_a_word_is_named_that_is_promoted_by_eight_deviations(z, text):
+    assert label([{"names": 0.9}] * 3, Background(), [(" cat", z), (" dog", 7.0)]).text == text
+
+
+def test_a_sure_fact_comes_before_a_list_of_words():
+    """True of just four in five, while two words cover as much."""
+    found = [{f"the word “{word}”": 1.0, "after “of”": 0.9} for word in "aabb"] + [{"the word “c”": 1.0}]
+    assert label(found, Background()).text == "after “of”"
+    assert label([*found, {"the word “a”": 1.0}], Background()).text == "“a”, “b”", "of four in six it is not"
+
+
+@pytest.mark.parametrize("word, told", [("sadly", True), ("ably", False), ("be-ly", False)])
+def test_endings_of_words_of_five_letters_or_more(word, told):
+    assert ("words in -ly" in facts(Context([" " + word], 0))) == told

@@ -59,3 +59,13 @@ def test_without_a_bias_it_is_dense_attention(kv_heads, window, documents):
     ours, theirs = (torch.autograd.grad(out, inputs, gradient) for out in (found, wanted))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_dense_attention_takes_a_mask_of_pairs():
+    """[batch, heads or 1, queries, keys], as gated attention does."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 5, 8) for _ in range(3))
+    pairs = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
+    pairs[0, 0, 3, 1] = False
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=pairs)
+    torch.testing.assert_close(dense_attention(q, k, v, mask=pairs), wanted)

@@ -79,5 +79,64 @@ def test_what_is_refused(pair, tmp_path):
     (delta / "delta.json").write_text(json.dumps(about))
     tensors = load_file(delta / "delta.safetensors")
     save_file({name: tensor for name, tensor in tensors.items() if "q_proj" not in name}, delta / "delta.safetensors")
-    with pytest.raises(ValueError, match="does not hold what was expected"):
+    with pytest.raises(ValueError, match=r"delta\.json and delta\.safetensors are damaged"):
         sl.load(delta, base=folder / "base")
+
+
+def changed(folder, tensors=None, **about):
+    """The same difference with some of it replaced; tensors: by name, None leaves one out."""
+    told = json.loads((folder / "delta.json").read_text())
+    (folder / "delta.json").write_text(json.dumps(told | about))
+    found = load_file(folder / "delta.safetensors") | (tensors or {})
+    save_file({n: t for n, t in found.items() if t is not None}, folder / "delta.safetensors")
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    "damage", ["other bits", "a weight not told of", "a weight told of twice", "few", "scale", "cut off", "text"]
+)
+def test_damage_never_gives_another_model(pair, bits, damage):
+    base, sparse, folder = pair
+    delta = folder / "delta"
+    save_delta(sparse, base, str(folder / "base"), delta, bits)
+    shapes = json.loads((delta / "delta.json").read_text())["shapes"]
+    tensors, name = load_file(delta / "delta.safetensors"), next(n for n in shapes if "q_proj" in n)
+    if damage == "other bits":
+        changed(delta, bits=12 - bits)
+    elif damage == "a weight not told of":
+        changed(delta, shapes={n: shape for n, shape in shapes.items() if n != name})
+    elif damage == "a weight told of twice":
+        changed(delta, shapes=shapes | {"model.nothing.weight": shapes[name]})
+    elif damage == "few":
+        changed(delta, {f"{name}.q": tensors[f"{name}.q"][:1]})
+    elif damage == "scale":
+        changed(delta, {f"{name}.scale": tensors[f"{name}.scale"] * torch.nan})
+    elif damage == "cut off":
+        path = delta / "delta.safetensors"
+        path.write_bytes(path.read_bytes()[:-100])
+    else:
+        changed(delta, base=["base"])
+    with pytest.raises(ValueError, match=r"delta\.(json|safetensors)"):
+        sl.load(delta, base=folder / "base")
+
+
+def test_a_difference_to_a_difference_is_refused(pair):
+    """Its own folder, say: there would be no end to it."""
+    base, sparse, folder = pair
+    save_delta(sparse, base, str(folder / "delta"), folder / "delta", 8)
+    for given in ({}, {"base": folder / "delta"}):
+        with pytest.raises(ValueError, match="itself the difference to a base"):
+            sl.load(folder / "delta", **given)
+
+
+def test_gates_stay_in_fp32(pair):
+    """Whatever the model is in, as everywhere else: in bf16 they would move, and gates flip."""
+    base, sparse, folder = pair
+    save_delta(sparse, base, str(folder / "base"), folder / "delta", 8)
+    found, _ = sl.load(folder / "delta", dtype="bfloat16")
+    for ours, theirs in zip(gate_biases(found), gate_biases(sparse), strict=True):
+        assert torch.equal(ours, theirs)
+    assert found.lm_head.weight.dtype == torch.bfloat16
+    sl.save(sparse, tiny_tokenizer(), folder / "whole")
+    whole, _ = sl.load(folder / "whole", dtype="bfloat16")
+    assert {n: p.dtype for n, p in found.named_parameters()} == {n: p.dtype for n, p in whole.named_parameters()}

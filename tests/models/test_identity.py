@@ -7,8 +7,10 @@ import torch
 from tiny_models import CONFIGS, tiny_model
 
 import sparselens as sl
+from sparselens.config import Training
 from sparselens.models.identity import same_model, sketch
 from sparselens.models.loading import add_gates, gate_biases
+from sparselens.training.copies import trainable
 from sparselens.transcoders.transcoder import Transcoder, read_sketch
 
 
@@ -44,3 +46,17 @@ def test_the_transcoders_folder_keeps_it(tmp_path):
     (tmp_path / "coder" / "model.json").write_text('{"weights": ["x"], "gates": []}')
     with pytest.raises(ValueError, match=r"model\.json does not hold what was expected"):
         Transcoder.load(tmp_path / "coder")
+
+
+def test_an_adapter_counts_as_if_it_were_merged():
+    """A dense control trained with LoRA is not its base, and is itself when it is exported merged."""
+    base = tiny_model("llama")
+    adapted = trainable(copy.deepcopy(base), Training(lora=4))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    own = sketch(adapted)
+    assert not same_model(own, sketch(base))
+    assert same_model(own, sketch(copy.deepcopy(adapted).merge_and_unload()))
+    with adapted.disable_adapter():
+        assert same_model(sketch(adapted), sketch(base))

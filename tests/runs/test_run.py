@@ -6,13 +6,14 @@ import resource
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
 
 from sparselens.models.loading import load
 from sparselens.runs.checkpoints import checkpoints, load_checkpoint, save_checkpoint
-from sparselens.runs.run import Metrics, Run, write_json
+from sparselens.runs.run import Metrics, Run, whole_folder, write_json
 
 
 def test_create_refuse_resume(tmp_path):
@@ -180,3 +181,30 @@ def test_a_transcoder_is_not_an_unfinished_model(tmp_path):
         Run.create(tmp_path / kind, kind, {}, False).unlock()
         with pytest.raises(ValueError, match=sentence):
             load(tmp_path / kind)
+
+
+def test_a_folder_killed_between_its_two_names_comes_back(tmp_path):
+    """The new one is whole before the old one makes way; killed just there, the old one is not lost."""
+    run = Run.create(tmp_path / "run", "features", {})
+    with whole_folder(run.path / "progress") as fresh:
+        fresh.mkdir()
+        (fresh / "state.json").write_text("1")
+
+    def killed(self, target):
+        if self.name == ".progress.tmp":
+            os._exit(9)
+        return os.rename(self, target)
+
+    pid = os.fork()
+    if not pid:
+        Path.rename = killed
+        with whole_folder(run.path / "progress") as fresh:
+            fresh.mkdir()
+            (fresh / "state.json").write_text("2")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    assert not (run.path / "progress").exists()
+    run.unlock()
+    Run.create(tmp_path / "run", "features", {}, resume=True).unlock()
+    assert (run.path / "progress" / "state.json").read_text() == "1"
+    assert sorted(path.name for path in run.path.iterdir()) == ["progress", "run.json"]

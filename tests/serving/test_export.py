@@ -1,6 +1,7 @@
 """A Run becomes a folder that can be published: same model, honest card."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import ClassVar
 
@@ -56,7 +57,15 @@ def test_the_card_says_what_was_measured_and_no_more(runs, tmp_path):
     assert "Begin every prompt with `<|endoftext|>`" in card
     assert "tiny-llama" in card and "text.txt" in card and "secret-place" not in card
     without = (export(runs / "lora", tmp_path / "lora") / "README.md").read_text()
-    assert "no matched dense control" in without and "same further training" in card
+    assert "no matched dense control" in without and "it is the base" in card and "same further training" not in card
+
+
+def test_the_card_says_of_a_trained_control_that_it_was_trained(runs, tmp_path):
+    """With KL to the base it is not; a Run from before that was known, or with cross-entropy, has trained one."""
+    shutil.copytree(runs / "full", tmp_path / "run")
+    (tmp_path / "run" / "control" / "metrics.jsonl").write_text('{"step": 1, "loss": 0.0}\n')
+    card = (export(tmp_path / "run", tmp_path / "hub") / "README.md").read_text()
+    assert "same further training" in card and "it is the base" not in card
 
 
 def test_refusals(runs, tmp_path, capsys):
@@ -122,3 +131,8 @@ def test_a_difference_to_the_base_says_what_it_costs(runs, tmp_path, name):
     assert json.loads((tmp_path / "four" / "delta.json").read_text())["bits"] == 4
     with pytest.raises(SystemExit):
         main(["export", str(runs / name), "--push", "me/it", "--delta", "4"])
+    with pytest.raises(ValueError, match="expected 8 or 4 bits"):
+        export(runs / name, tmp_path / "nine", delta=9)
+    if name == "lora":
+        with pytest.raises(ValueError, match="an adapter is a difference to its base already"):
+            export(runs / name, tmp_path / "nine", merge=False, delta=8)

@@ -1,6 +1,7 @@
 """Compiled blocks: gates and all in one graph, which no later step compiles anew."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from tiny_models import CONFIGS, tiny_model
 from torch._dynamo.utils import counters
 
 from sparselens.config import Gate, Training
+from sparselens.models.architectures import attention_modules, blocks
 from sparselens.models.loading import add_gates
 from sparselens.training.compilation import faster, in_one_graph
 from sparselens.training.copies import trainable
@@ -47,3 +49,63 @@ def test_a_block_is_one_graph(family, monkeypatch):
     assert not counters["graph_break"]
     assert not in_one_graph(model)
     assert torch.stack(model(batch["input_ids"], output_attentions=True).attentions).shape[-2:] == (24, 24), "hooks"
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """A tiny gated model whose blocks are compiled as far as the code around them can tell."""
+    model = trainable(add_gates(tiny_model("llama"), Gate(bias=0.5)), Training()).train()
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: setattr(self, "_compiled_call_impl", self._call_impl))
+    with faster([model], Training(compile="yes"), "cpu"):
+        assert in_one_graph(model)
+        yield model
+
+
+BATCH = {"input_ids": torch.arange(24).view(2, 12) % 60}
+
+
+def test_a_pass_that_fails_holds_on_to_nothing(compiled, monkeypatch):
+    """Out of memory in the last layer: what the others counted would keep their whole graph in memory."""
+
+    def fail(*arguments, **keywords):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    last = attention_modules(compiled)[-1]
+    monkeypatch.setattr(last, "forward", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        forward(compiled, BATCH, sample=True, seed=3)
+    assert not any(hasattr(module, "kept_counts") for module in attention_modules(compiled))
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_sequence_draws_the_same_gates_wherever_the_batch_is_cut(compiled, micro):
+    """Kept seeds: of every micro-batch its own, in the backward pass too, although the next one's are there by then."""
+    plain = copy.deepcopy(compiled)
+    for block in blocks(plain):
+        block._compiled_call_impl = None
+    found = []
+    for model in (compiled, plain):
+        parts = [
+            forward(model, {"input_ids": part}, sample=True, seed=(11, first))
+            for first, part in zip(range(0, 2, micro), BATCH["input_ids"].split(micro), strict=True)
+        ]
+        for out in parts:  # after all forward passes
+            (out.logits.square().sum() + out.counts[..., 0].sum()).backward()
+        counts = torch.cat([out.counts for out in parts], 1)
+        found.append([counts, *(p.grad for p in model.parameters() if p.grad is not None)])
+    whole = forward(plain, BATCH, sample=True, seed=(11, 0)).counts
+    torch.testing.assert_close(found[0][0], whole)
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_hooks_without_a_name_are_left_alone(monkeypatch):
+    """A partial function has none, and the model may be anybody's."""
+    model = tiny_model("llama")
+    seen = []
+    model.model.layers[0].register_forward_hook(partial(lambda seen, *_: seen.append(1), seen))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: setattr(self, "_compiled_call_impl", self._call_impl))
+    with faster([model], Training(compile="yes"), "cpu"):
+        model(BATCH["input_ids"])
+    assert seen

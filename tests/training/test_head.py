@@ -49,3 +49,10 @@ def test_a_head_is_left_out_only_where_it_is_all_that_follows(family):
     model = tiny_model(family)
     assert (plain_head(model) is None) == (family == "gemma2"), "which has a softcap behind its head"
     assert head_to_leave_out(model, 100) is None, "few logits stay whole"
+
+
+def test_a_softcap_behind_the_head_keeps_it():
+    model = tiny_model("gemma2")
+    assert plain_head(model) is None and head_to_leave_out(model, 100, always=True) is None
+    model.config.final_logit_softcapping = None
+    assert plain_head(tiny_model("llama")) is not None and plain_head(model) is None, "tried once"

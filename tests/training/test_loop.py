@@ -230,6 +230,43 @@ def test_bf16_trains_fp32_master_weights(base, tmp_path):
     assert a == pytest.approx(b, rel=0.02) and a != b
 
 
+def test_nothing_is_asked_for_behind_the_last_step(monkeypatch, tmp_path):
+    """A GPU makes the next step's sequences ahead; whose are in Python may have no more than the steps take."""
+    asked = []
+
+    class Ends(Copying):
+        def train(self, start, count):
+            asked.append((start, count))
+            raise IndexError("no such sequences")
+
+    settings = Training(steps=5, batch=4)
+    stage = training.Stage("x", tiny_model("llama"), Ends(), tmp_path, settings, micro=2)
+    monkeypatch.setattr(training.distributed, "device", lambda: "cuda")
+    stage.progress.step, stage.progress.data = 4, 16
+    stage.meanwhile()
+    assert not asked
+    stage.progress.step, stage.progress.data = 3, 12
+    with pytest.raises(IndexError):
+        stage.meanwhile()
+    assert asked == [(16, 2)]
+
+
+def test_sequences_made_on_the_gpu_stay_there(monkeypatch, tmp_path):
+    """PyTorch pins no memory but the host's."""
+
+    class OnGpu:
+        is_cuda = True
+
+    class There(Copying):
+        def train(self, start, count):
+            return {"input_ids": OnGpu()}
+
+    stage = training.Stage("x", tiny_model("llama"), There(), tmp_path, Training(steps=5, batch=4), micro=2)
+    monkeypatch.setattr(training.distributed, "device", lambda: "cuda")
+    stage.meanwhile()
+    assert stage.ahead[0] == (4, 2) and isinstance(stage.ahead[1]["input_ids"], OnGpu)
+
+
 def test_learning_by_heart_is_noticed(base, tmp_path):
     """A handful of training sequences over and over: held-out loss parts from training loss, and the run says so."""
 

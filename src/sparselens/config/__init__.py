@@ -329,6 +329,7 @@ class Faces:
     """Seed of the samples and of the order of the text."""
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         expect(self, "at least 1", "tokens", "batch", "contexts", "samples", "words", "budget")
         expect(self, "zero or more", "before", "after", "nearest")
         expect(self, "a positive number", "checkpoint_minutes")

@@ -13,10 +13,12 @@ def html(card: Mapping[str, Any], label_of: Callable[[int, int], str] | None = N
     """Label, how often it fires, words, contexts. label_of: the labels of its nearest features."""
     label = escape(str(card.get("own") or card["label"]))
     top = list(card["top"])
-    fits = f", true of {card['fits']} of {len(top)} top contexts" if card["fits"] else ""
+    layer, feature, fits = (escape(str(card[name])) for name in ("layer", "feature", "fits"))
+    of = escape(str(card.get("contexts", len(top))))  # some may have been left out of the card
+    true = f", true of {fits} of {of} top contexts" if card["fits"] else ""
     head = (
         f"<div><b>{label}</b> "
-        f"<span style='{SOFT}'>feature {card['feature']} of layer {card['layer']}{fits}</span></div>"
+        f"<span style='{SOFT}'>feature {feature} of layer {layer}{true}</span></div>"
         f"<div style='{SOFT}'>fires on {card['share']:.3%} of the tokens, mean {card['mean']:.3g}, "
         f"largest {card['largest']:.3g} {_bars(card['histogram'])}</div>"
     )

@@ -132,10 +132,13 @@ class Collector:
         rows, moved = rows[moved > 0], moved[moved > 0]
         if not len(rows):
             return
-        source = torch.arange(BANDS, device=peak.device) - moved[:, None]  # [rows, BANDS]
-        source = source.repeat_interleave(self.samples, 1) * self.samples
-        source = source + torch.arange(self.samples, device=peak.device).repeat(BANDS)
-        there, source = source >= 0, source.clamp(min=0)
+        band, slot = (torch.arange(n, device=peak.device) for n in (BANDS, self.samples))
+        source = (band - moved[:, None])[..., None].repeat(1, 1, self.samples)  # [rows, BANDS, samples]
+        # Several bands become the lowest one: of each slot the largest lot stays, as if it had been one all the time.
+        lots = kept.lot[rows].view(-1, BANDS, self.samples)
+        source[:, -1] = lots.masked_fill((band < BANDS - 1 - moved[:, None])[..., None], -1).argmax(1)
+        there = (source >= 0).flatten(1)
+        source = (source.clamp(min=0) * self.samples + slot).flatten(1)
         for name in ("lot", "low_value", "low_sequence", "low_position"):
             column = getattr(kept, name)
             column[rows] = column[rows].gather(1, source)

@@ -116,7 +116,8 @@ class Writer(NamedTuple):
         top, lower = (self._excerpts(kept, which, f, largest, seen) for which in ("top", "low"))
         near = zip(columns.nearest[f].tolist(), columns.cosines[f].tolist(), strict=True)
         card: Card = {
-            "layer": layer, "feature": f, "label": "", "fits": 0, "fires": fires, "share": fires / self.tokens,
+            "layer": layer, "feature": f, "label": "", "fits": 0, "contexts": len(top), "fires": fires,
+            "share": fires / self.tokens,
             "mean": _short(float(kept["total"][f]) / max(fires, 1)), "largest": _short(largest),
             "histogram": kept["histogram"][f, bins[0] : bins[-1] + 1].tolist(),
             "lowest": _short(2 ** ((bins[0] + LOWEST) / 2)),

@@ -38,7 +38,8 @@ class Card(TypedDict):  # all that is known of a feature
     layer: int
     feature: int
     label: str
-    fits: int  # of the top contexts, how many have what the label says
+    fits: int  # of the contexts the label was made from, how many have what it says
+    contexts: int  # how many these were; the card may have room for fewer
     fires: int  # tokens
     share: float  # of all tokens
     mean: float  # where it fires
@@ -70,7 +71,7 @@ def _packed(cards: list[Card], budget: int) -> bytes:
     """A block as bytes, at most `budget` for each of its features."""
     share = 1.0
     for _ in range(6):
-        fitted = [cast(Card, {**card, "top": _some(card["top"], share), "lower": _some(card["lower"], share)})
+        fitted = [cast(Card, {**card, "top": _some(card["top"], share, 1), "lower": _some(card["lower"], share, 0)})
                   for card in cards]  # fmt: skip
         packed = zlib.compress(json.dumps(fitted, ensure_ascii=False, separators=(",", ":")).encode(), 6)
         if len(packed) <= budget * len(cards):
@@ -79,8 +80,8 @@ def _packed(cards: list[Card], budget: int) -> bytes:
     return packed
 
 
-def _some(found: list[Excerpt], share: float) -> list[Excerpt]:
-    return found if share >= 1 else found[: max(1, int(len(found) * share))]
+def _some(found: list[Excerpt], share: float, least: int) -> list[Excerpt]:
+    return found if share >= 1 else found[: max(least, int(len(found) * share))]
 
 
 class Faces:
@@ -115,7 +116,8 @@ class Faces:
             self._index = read_json(self.path / "index.json")
             with reading(self.path / "index.json"):
                 for name in ("labels", "words"):
-                    if [len(layer) for layer in self._index[name]] != [self.n_features] * self.n_layers:
+                    layers = self._index[name]
+                    if len(layers) != self.n_layers or any(len(layer) != self.n_features for layer in layers):
                         raise ValueError(f"{self.path / 'index.json'} is damaged: {name} are missing")
         return self._index
 
@@ -192,6 +194,8 @@ class Faces:
                 raise ValueError(f"{path} is damaged ({error}); make the faces again") from None
             if cards[0]["feature"] != block * BLOCK:
                 raise ValueError(f"{path} is damaged: another feature stands where {block * BLOCK} should")
+            if len(cards) != min(BLOCK, self.n_features - block * BLOCK):
+                raise ValueError(f"{path} is damaged: features from {block * BLOCK} on are missing")
             return cards
 
 

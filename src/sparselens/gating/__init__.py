@@ -87,11 +87,11 @@ def dense_attention(
     if q.is_cuda and torch.is_autocast_enabled("cuda"):
         q, k, v = (x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v))
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    documents = None if mask is None else mask.to(torch.int32).contiguous()
     if backend == "reference" or _unsupported(q, k, v, 0.0, scale, mask, False, "all", None, backend) is not None:
-        return dense_attention_reference(q, k, v, documents, scale, causal, window or 0)
+        return dense_attention_reference(q, k, v, mask, scale, causal, window or 0)
     from .op import fused_gated_attention
 
+    documents = None if mask is None else mask.to(torch.int32).contiguous()
     return fused_gated_attention(q, k, v, None, documents, scale, causal, window, False, 0)[0]
 
 

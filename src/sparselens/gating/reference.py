@@ -158,11 +158,11 @@ def gated_attention_reference(
 
 
 def dense_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, causal: bool, window: int
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int
 ) -> Tensor:
     """Attention without gates over the same pairs; a row without any pair is zero. window: 0 for none."""
     pairs = allowed_pairs(
-        q.shape[2], k.shape[2], causal=causal, window=window or None, mask=documents, device=q.device
+        q.shape[2], k.shape[2], causal=causal, window=window or None, mask=mask, device=q.device
     )  # fmt: skip
     exists = pairs.any(-1, keepdim=True)
     group = q.shape[1] // k.shape[1]

@@ -124,6 +124,12 @@ def take_counts(model: nn.Module) -> Tensor:
     return torch.stack(layers)
 
 
+def drop_counts(model: nn.Module) -> None:
+    """Forget what a pass with gate_output="kept" left before it failed."""
+    for module in attention_modules(model):
+        module.__dict__.pop("kept_counts", None)
+
+
 def refuse_other_attention(module: nn.Module, *_: Any) -> None:
     """Before every forward of an attention with gates: ValueError where transformers was told to run another one.
 

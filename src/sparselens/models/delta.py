@@ -87,28 +87,50 @@ def restored(numbers: Tensor, scale: Tensor, bits: int, shape: list[int]) -> Ten
 @torch.no_grad()
 def apply_delta(base: nn.Module, folder: Path) -> dict[str, Tensor]:
     """Turn the base, in place, into what was saved, but for its gates, which are returned."""
+    about = read_about(folder)
     with reading(folder / ABOUT):
-        about = read_about(folder)
         if not same_model(sketch(base) or {}, about["base_sketch"]):
             raise ValueError(
                 f"{folder} is the difference to {about['base']!r}, and the base at hand is another model; name the "
                 "right one: sl.load(folder, base=...)"
             )
-        tensors = load_file(folder / WEIGHTS)
-        for name, parameter in base.named_parameters():
-            if name in about["shapes"]:
-                if list(parameter.shape) != about["shapes"][name]:
-                    raise ValueError(f"{folder}: the shape of {name} is not the base's; its files are damaged")
-                moved = restored(tensors[f"{name}.q"], tensors[f"{name}.scale"], about["bits"], about["shapes"][name])
-                parameter.add_(moved.to(parameter))
-        return {name: tensor for name, tensor in tensors.items() if name.endswith("gate_bias")}
+        tensors, before, shapes = _read(folder / WEIGHTS), dict(base.named_parameters()), about["shapes"]
+        gates = {name: tensor for name, tensor in tensors.items() if name.endswith("gate_bias")}
+        told = {f"{name}.{part}" for name in shapes for part in ("q", "scale")}
+        if told != tensors.keys() - gates.keys() or not shapes.keys() <= before.keys():
+            raise _damaged(folder, "they do not name the same weights, or weights that the base does not have")
+        for name, shape in shapes.items():
+            numbers, scale = tensors[f"{name}.q"], tensors[f"{name}.scale"]
+            if list(before[name].shape) != shape or not _whole(numbers, scale, about["bits"], before[name].numel()):
+                raise _damaged(folder, f"what they hold of {name} does not fit the base")
+            before[name].add_(restored(numbers, scale, about["bits"], shape).to(before[name]))
+        return gates
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except Exception as error:  # safetensors' own error type is not public
+        raise ValueError(f"{path} cannot be read ({error}); it is damaged") from None
+
+
+def _whole(numbers: Tensor, scale: Tensor, bits: int, size: int) -> bool:
+    """Whether they are what `rounded` makes of so many weights."""
+    groups = -(-size // GROUP)
+    sizes = (tuple(numbers.shape), tuple(scale.shape)) == ((groups, GROUP * bits // 8), (groups,))
+    return sizes and numbers.dtype == torch.uint8 and scale.dtype == torch.float32 and bool(scale.isfinite().all())
+
+
+def _damaged(folder: Path, why: str) -> ValueError:
+    return ValueError(f"{folder / ABOUT} and {WEIGHTS} are damaged: {why}")
 
 
 def read_about(folder: Path) -> About:
     """What delta.json says, or a sentence about what is wrong with it."""
     with reading(folder / ABOUT):
         about: About = read_json(folder / ABOUT)  # type: ignore[assignment]
-        if about["version"] != 1 or about["bits"] not in LEVELS or not isinstance(about["shapes"], dict):
+        kinds = isinstance(about["shapes"], dict) and isinstance(about["base"], str)
+        if about["version"] != 1 or about["bits"] not in LEVELS or not kinds:
             raise ValueError(f"{folder / ABOUT} is of another version, or damaged")
         Gate(normalise=about["normalise"])  # type: ignore[arg-type]
         return about

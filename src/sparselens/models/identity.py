@@ -5,6 +5,7 @@ training moves them all, saving in half precision hardly (by 0.4 % at most).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +26,22 @@ def sketch(model: nn.Module) -> Sketch | None:
         return None
     model = base_model(model)
     # Of the blocks alone: a vocabulary may be padded.
-    every = (named for block in blocks(model) for named in block.named_parameters())
-    matrices = [p for name, p in every if p.ndim >= 2 and "lora_" not in name]
-    chosen = (
-        [matrices[i * len(matrices) // MATRICES] for i in range(MATRICES)] if len(matrices) > MATRICES else matrices
-    )
+    every = ((block, name, p) for block in blocks(model) for name, p in block.named_parameters())
+    found = [(block, name, p) for block, name, p in every if p.ndim >= 2 and "lora_" not in name]
+    n = min(len(found), MATRICES)
+    chosen = (_merged(*found[i * len(found) // n]) for i in range(n))  # one at a time: merged ones are copies
     gates = [bias.detach().float().mean() for bias in gate_biases(model)] if is_gated(model) else []
     return {"weights": _rounded([w for m in chosen for w in _some(m)]), "gates": _rounded(gates)}
+
+
+def _merged(block: nn.Module, name: str, matrix: Tensor) -> Tensor:
+    """The matrix with what LoRA adds to it: a model is the same whether its adapter is merged or not."""
+    owner = name.removesuffix(".base_layer.weight")
+    layer: Any = block.get_submodule(owner) if owner != name else None
+    if layer is None or layer.disable_adapters or layer.merged:
+        return matrix
+    change: Tensor | int = sum(layer.get_delta_weight(adapter) for adapter in layer.active_adapters)
+    return matrix + change
 
 
 def _some(matrix: Tensor) -> list[Tensor]:

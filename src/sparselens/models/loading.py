@@ -341,6 +341,9 @@ def _load_adapter(path: Path, dtype: str) -> tuple[Any, PreTrainedTokenizerBase]
 
 def _load_delta(path: Path, dtype: str, base: str | Path | None) -> tuple[Any, PreTrainedTokenizerBase]:
     about = read_about(path)
+    place = Path(about["base"] if base is None else base)
+    if (place / DELTA).is_file():
+        raise ValueError(f"{place}, the base of {path}, is itself the difference to a base; name a whole model")
     try:
         model, tokenizer = load(about["base"] if base is None else base)
     except ValueError as error:
@@ -350,9 +353,10 @@ def _load_delta(path: Path, dtype: str, base: str | Path | None) -> tuple[Any, P
             f"{path} needs its base, {about['base']!r}: {error}. Say where: sl.load(folder, base=...)"
         ) from None
     gates = apply_delta(model, path)
+    model = model.to(getattr(torch, dtype))  # type: ignore[assignment]  # before it has gates: they stay in fp32
     add_gates(model, Gate(normalise=about["normalise"]))  # type: ignore[arg-type]
     _restore_gates(model, gates)
-    return model.to(getattr(torch, dtype)), tokenizer
+    return model, tokenizer
 
 
 def save(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path) -> Path:

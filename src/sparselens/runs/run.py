@@ -176,9 +176,11 @@ def _put_in_place(fresh: Path, folder: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a process that was killed while writing has left behind. Only the one that holds the lock may."""
-    for path in [*folder.rglob(".*.tmp"), *folder.rglob(".*.old")]:
-        if path.is_dir() and not path.is_symlink():
+    """Clear up behind a killed process, holding the lock; a folder left under its old name alone gets its own back."""
+    for path in [*folder.rglob(".*.old"), *folder.rglob(".*.tmp")]:
+        if path.suffix == ".old" and not (place := path.with_name(path.name[1:-4])).exists():
+            path.rename(place)
+        elif path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)

@@ -15,6 +15,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from ..data.documents import is_local
 from ..models.access import access
+from ..models.delta import LEVELS
 from ..models.loading import first_token, load, save
 from ..reporting.figures.flow import draw_flow
 from ..runs.rows import EvaluationRow, budget_in_words
@@ -29,6 +30,8 @@ WITHOUT_CONTROL = "There is no matched dense control: part of any difference to 
 WITH_CONTROL = (
     "The control is the same model with the same further training and no gates: compare the sparse model with it."
 )
+# Runs keep the metrics of a control that was trained; with KL to the base none is (training/sparsify.py).
+CONTROL_IS_BASE = "Taught by the base, a control without gates has nothing to learn: it is the base, not trained."
 
 
 def export(
@@ -54,6 +57,10 @@ def export(
     is_adapter = (source.path / "model" / ADAPTER).is_file()
     if not merge and not is_adapter:
         raise ValueError(f"the run {source.path} trained all weights: it has no adapter to export; leave out --adapter")
+    if not merge and delta is not None:
+        raise ValueError("an adapter is a difference to its base already; leave out --adapter or --delta")
+    if delta not in (None, *LEVELS):
+        raise ValueError(f"delta={delta}: expected {' or '.join(map(str, LEVELS))} bits")
     check_folder(out)
     if delta is not None:
         return export_delta(source, out, delta, say)
@@ -201,7 +208,7 @@ def model_card(run: Run, facts: Facts) -> str:
         facts.figure and f"![Which position reads which, layer by layer, before and after]({FIGURE})",
         "## Measured\n\n" + _table(rows),
         f"On {sparse['sequences']} held-out sequences that steered nothing; ± is one standard error. "
-        + (WITH_CONTROL if "control" in by_kind else WITHOUT_CONTROL),
+        + _about_control(run, by_kind),
         layers and f"Density by layer: {', '.join(f'{share:.2%}' for share in layers)}.",
         "## How to load it\n\n```python\nimport sparselens as sl\n\n"
         f'model, tokenizer = sl.load("{_loaded_by(facts)}")\n```\n\n'
@@ -220,6 +227,12 @@ def model_card(run: Run, facts: Facts) -> str:
         "[sparselens]: https://arxiv.org/abs/2512.05865",
     ]
     return str(ModelCard("\n\n".join(section for section in sections if section) + "\n"))
+
+
+def _about_control(run: Run, by_kind: dict[str, EvaluationRow]) -> str:
+    if "control" not in by_kind:
+        return WITHOUT_CONTROL
+    return WITH_CONTROL if (run.path / "control" / "metrics.jsonl").is_file() else CONTROL_IS_BASE
 
 
 def _loaded_by(facts: Facts) -> str:

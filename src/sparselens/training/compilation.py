@@ -19,6 +19,7 @@ COMPILE_FROM = 500  # steps: fewer would not win back the minute that compiling 
 # Versions of a block that dynamo may compile: one for each kind of layer, with and without gradients, of teacher,
 # control and sparse model, for each batch size. Gemma needs 7 before batch sizes count, and dynamo gives up after 8.
 VERSIONS = 64
+CAPTURING = "output_capturing_hook"  # transformers' name for it
 
 
 @contextmanager
@@ -62,7 +63,7 @@ def _not_capturing(models: list[nn.Module]) -> Iterator[None]:
     hooks = [(module, module._forward_hooks) for block in whole for module in block.modules()]
     for module, found in hooks:
         # Nobody asks for such outputs here.
-        kept = [(key, hook) for key, hook in found.items() if hook.__name__ != "output_capturing_hook"]
+        kept = [(key, hook) for key, hook in found.items() if getattr(hook, "__name__", "") != CAPTURING]
         module._forward_hooks = OrderedDict(kept)
     try:
         yield

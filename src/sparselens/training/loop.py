@@ -123,11 +123,12 @@ class Stage(Trainee):
 
     def meanwhile(self) -> None:
         """The next step's first sequences, and what the teacher says of them: neither depends on the step at hand."""
-        if distributed.device() == "cpu":  # which has nothing to do meanwhile
+        # A CPU has nothing to do meanwhile; and there may be no sequences behind the last step's.
+        if distributed.device() == "cpu" or self.progress.step + 1 >= self.settings.steps:
             return
         first = self.progress.data + self.settings.batch + distributed.rank() * self.micro
         made = self.batches.train(first, self.micro)
-        batch = {name: value.pin_memory().to("cuda", non_blocking=True) for name, value in made.items()}
+        batch = {name: _on_the_way(value) for name, value in made.items()}
         self.ahead = (first, self.micro), batch
         if self.teacher is not None and (head := plain_head(self.teacher)) is not None:
             with torch.no_grad(), self.autocast():
@@ -206,6 +207,11 @@ class Stage(Trainee):
         best = self.progress.best
         save_checkpoint(self.folder / "best", best.step, self.kept, {"best": vars(best)}, keep=1, also=spoken_of)
         self.kept = None
+
+
+def _on_the_way(value: Tensor) -> Tensor:
+    """On the GPU, or being copied there while it computes; somebody's sequences may be made there."""
+    return value if value.is_cuda else value.pin_memory().to("cuda", non_blocking=True)
 
 
 def train(stage: Stage, resume: bool = False) -> Best:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data.batches import Batches
-from ..models.attention import Seed, keep_seeds, take_counts
+from ..models.attention import Seed, drop_counts, keep_seeds, take_counts
 from ..models.loading import is_gated
 from ..runs import distributed
 from ..runs.rows import EvaluationRow
@@ -113,7 +113,11 @@ def forward(
         if in_one_graph(plain):
             if sample:
                 keep_seeds(plain, seed)
-            output = model(**inputs, use_cache=False, gate_sample=sample, gate_seed=None, gate_output="kept")
+            try:
+                output = model(**inputs, use_cache=False, gate_sample=sample, gate_seed=None, gate_output="kept")
+            except BaseException:
+                drop_counts(plain)  # or a pass that ran out of memory would hold on to it while a smaller one is tried
+                raise
             return Passed(output.logits, take_counts(plain))
         output = model(
             **inputs, use_cache=False, gate_sample=sample, gate_seed=seed, gate_output="edges", output_attentions=True

@@ -1,0 +1,91 @@
+"""Numbers of a studio at their limits: the last position, the last token, the longest prompt."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from studio_run import PROMPT
+from tiny_models import tiny_tokenizer
+from tracing_setup import biased_model
+
+from sparselens.live.circuit import _fewest
+from sparselens.live.models import MOST_TOKENS, Member, Models, answers
+from sparselens.models.decoder import Decoder
+from sparselens.tasks.registry import Words
+
+
+@pytest.fixture(scope="module")
+def models():
+    model = biased_model("llama", True, torch.float32)
+    return Models({"sparse": Member("llama", Decoder(model), Words(tiny_tokenizer()))})
+
+
+@pytest.mark.parametrize("filled", [0, 1, 3])
+def test_what_is_said_stands_behind_the_prompt(models, filled, monkeypatch):
+    """At the last position, or where answers are filled in at so many last ones; nothing before."""
+    monkeypatch.setattr(models, "filled", filled)
+    shown = models.look(PROMPT)["models"]["sparse"]
+    ids = torch.tensor([models.ids("sparse", PROMPT)])
+    member = models.member("sparse")
+    with torch.no_grad():
+        best = member.decoder.model(ids).logits[0].softmax(-1).max(-1)
+    n, said = ids.shape[1], max(1, filled)
+    assert shown["says"] == [""] * (n - said) + member.pieces(best.indices[-said:].tolist())
+    assert shown["probability"] == pytest.approx([0.0] * (n - said) + best.values[-said:].tolist(), abs=1e-5)
+
+
+def test_what_comes_next_is_asked_at_a_position(models):
+    ids = torch.tensor([models.ids("sparse", PROMPT)])
+    with torch.no_grad():
+        logits = models.member("sparse").decoder.model(ids).logits[0]
+    for position in range(ids.shape[1]):
+        found = models.look(PROMPT, position=position)
+        assert found["position"] == position
+        assert found["models"]["sparse"]["next"][0]["id"] == int(logits[position].argmax())
+    n = ids.shape[1]
+    assert found["possible"] == n * (n + 1) // 2
+
+
+def test_what_lies_behind_the_end_is_refused(models):
+    ids = models.ids("sparse", PROMPT)
+    vocabulary = models.member("sparse").decoder.vocabulary
+    assert models.question("sparse", PROMPT, vocabulary - 1, len(ids) - 1, []).position == len(ids) - 1
+    with pytest.raises(ValueError, match=f"no position {len(ids)}: it has {len(ids)} tokens"):
+        models.question("sparse", PROMPT, 9, len(ids))
+    with pytest.raises(ValueError, match=f"no token {vocabulary}"):
+        models.question("sparse", PROMPT, vocabulary)
+    assert models.ids("sparse", PROMPT, [vocabulary - 1])[-1] == vocabulary - 1
+    with pytest.raises(ValueError, match="a token that this model does not know"):
+        models.ids("sparse", PROMPT, [vocabulary])
+
+
+@pytest.mark.parametrize("longest", [MOST_TOKENS + 1, MOST_TOKENS - 1])
+def test_a_prompt_is_as_long_as_model_and_page_allow(models, longest, monkeypatch):
+    member = models.member("sparse")
+    monkeypatch.setattr(member.decoder, "dims", replace(member.decoder.dims, max_tokens=longest))
+    most = min(longest, MOST_TOKENS)
+    assert member.most_tokens == most == models.describe()["most_tokens"]
+    start = models.ids("sparse", "w3")
+    assert len(models.ids("sparse", "w3", [5] * (most - len(start)))) == most
+    with pytest.raises(ValueError, match=f"has {most + 1} tokens; the studio shows up to {most}"):
+        models.ids("sparse", "w3", [5] * (most - len(start) + 1))
+
+
+@pytest.mark.parametrize("most, wanted", [(100, 90), (1000, 90), (95, 90), (60, 60)])
+def test_a_circuit_keeps_nine_tenths(most, wanted):
+    """Of a metric to which each of the first hundred edges adds a hundredth, above what there is without any."""
+    edges = SimpleNamespace(shape=(1, 1, 40, 50), metric=lambda mask, some: -3 + mask.flatten()[:100].sum() / 50)
+    some = SimpleNamespace(embedding=torch.zeros(1))
+    n, effect, curve = _fewest(edges, some, torch.arange(2000), most, -1.0, -3.0, lambda done, of: None)
+    assert wanted <= n <= wanted + max(1, wanted // 50) and effect == pytest.approx(min(n, 100) / 100)
+    assert curve == sorted(curve) and all(f == pytest.approx(min(at, 100) / 100) for at, f in curve)
+
+
+def test_answers_by_hand():
+    before, after = torch.tensor([0.5, 0.25, 0.25]).log(), torch.tensor([0.2, 0.4, 0.4]).log()
+    found = answers(before, after, 0)
+    assert found == {
+        "before": pytest.approx(0.0, abs=1e-6), "after": pytest.approx(-1.3862944), "p_before": pytest.approx(0.5),
+        "p_after": pytest.approx(0.2),
+    }  # fmt: skip
