@@ -41,7 +41,7 @@ QUICK = dict(
 
 def sparsify(base, out, **options):
     said = []
-    run = sl.sparsify(base, Copying(), out, show_progress=False, say=said.append, **(QUICK | options))
+    run = sl.sparsify(base, Copying(), out, say=said.append, **(QUICK | {"show_progress": False} | options))
     return run, said
 
 

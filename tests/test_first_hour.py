@@ -88,6 +88,16 @@ def test_weights_are_as_readable_as_everything_else(base, tmp_path):
     assert set(modes.values()) == {0o644}, modes
 
 
+def test_what_is_measured_after_training_shows_how_far_it_is(base, tmp_path, capsys):
+    """On a CPU that takes longer than a short training, and nothing moved on the screen."""
+    sparsify(base, tmp_path / "quiet", steps=1, control=True)
+    assert not capsys.readouterr().err
+    sparsify(base, tmp_path / "run", steps=1, control=True, show_progress=True)
+    bars = capsys.readouterr().err
+    for model in ("base", "base, measured", "control, measured", "sparse, measured"):
+        assert re.search(rf"{model}: +0%", bars), model
+
+
 def test_the_announcement_names_the_processes(base, tmp_path):
     _, said = sparsify(base, tmp_path / "run", steps=1)
     assert "1 process" in said[0]

@@ -127,24 +127,40 @@ def test_save_and_load_keep_the_gates(family, tmp_path):
     assert torch.stack(a.attentions)[..., 0].sum() < torch.stack(a.attentions)[..., 1].sum(), "some gates are closed"
 
 
-def test_plain_transformers_refuses_a_sparse_folder(tmp_path):
-    """In a process that never imported sparselens, from_pretrained must stop, not load a dense model."""
+@pytest.mark.parametrize("imported", ["", "import sparselens.models.loading"])
+def test_from_pretrained_refuses_a_sparse_folder_whatever_attention_it_is_told_to_use(tmp_path, imported):
+    """It must stop, not load a dense model, and say what would load it."""
     sl.save(gated("llama"), tiny_tokenizer(), tmp_path / "model")
     code = f"""
+{imported}
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 for cls in (AutoModelForCausalLM, LlamaForCausalLM):
-    try:
-        cls.from_pretrained({str(tmp_path / "model")!r})
-        print("LOADED")
-    except ValueError as error:
-        print("refused:", "sparselens" in str(error))
+    for options in ({{}}, {{"attn_implementation": "eager"}}, {{"attn_implementation": "sdpa", "dtype": "bfloat16"}}):
+        try:
+            cls.from_pretrained({str(tmp_path / "model")!r}, **options)
+            print("LOADED")
+        except ValueError as error:
+            print("refused:", "sparselens.load()" in str(error))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["refused:", "True"] * 2, result.stdout + result.stderr
+    assert result.stdout.split() == ["refused:", "True"] * 6, result.stdout + result.stderr
+    AutoTokenizer.from_pretrained(tmp_path / "model")  # it is the same with gates and without
+    assert not hasattr(sl.load(tmp_path / "model")[0].config, "transformers_weights")
 
 
-def test_from_pretrained_beside_sparselens_fails_at_the_first_forward(tmp_path):
-    sl.save(gated("gpt2"), tiny_tokenizer(), tmp_path / "model")
+def test_from_pretrained_refuses_a_folder_that_a_trainer_wrote(tmp_path):
+    """Someone else's save_pretrained drops our mark: a process without sparselens stops at the name of the attention,
+    one with it at the first forward."""
+    gated("gpt2").save_pretrained(tmp_path / "model")
+    code = f"""
+from transformers import AutoModelForCausalLM
+try:
+    AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r})
+except ValueError as error:
+    print("refused:", "sparselens" in str(error))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["refused:", "True"], result.stdout + result.stderr
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match="has no gates"):
         model(tokens())
@@ -167,9 +183,9 @@ def test_a_sparse_model_switched_to_dense_attention_stops(family, implementation
         model.generate(tokens(), max_new_tokens=2)
 
 
-def test_a_dense_attention_asked_of_from_pretrained_leaves_a_model_that_sparselens_refuses(tmp_path):
-    """transformers obeys attn_implementation="eager" before anything of ours runs: README says no more than this."""
-    sl.save(gated("llama"), tiny_tokenizer(), tmp_path / "model")
+def test_a_model_that_lost_its_gates_is_refused(tmp_path):
+    """The one way left: a folder that save_pretrained wrote, loaded with an attn_implementation (docs/limits.md)."""
+    gated("llama").save_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
     model(tokens())  # dense
     for use in (

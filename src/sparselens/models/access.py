@@ -1,6 +1,7 @@
 """How transformers is asked for a model: safely, quietly, and without waiting for a hub that does not answer."""
 
 import functools
+import json
 import re
 import warnings
 from collections.abc import Iterator
@@ -12,10 +13,12 @@ from typing import Any, NamedTuple
 import huggingface_hub
 from transformers.utils import logging as transformers_logging
 
-from ..runs.run import one_line
+from ..runs.run import one_line, read_json, reading
 
 SAFE: Any = {"trust_remote_code": False}  # said aloud: left open, transformers asks the user to run a stranger's code
 PATIENCE = 3  # seconds to wait for the hub
+WEIGHTS = "transformers_weights"  # which file from_pretrained reads, where a config says so
+NOT_THIS_WAY = "none, for this model has gates in its attention: load it with sparselens.load()"
 
 
 # Oldest and newest that our tests have run with (docs/install.md). Older ones lack what we call.
@@ -91,3 +94,19 @@ def quiet() -> Iterator[None]:
     finally:
         transformers_logging.set_verbosity(level)
         transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def stop_from_pretrained(path: Path) -> None:
+    """Name no weights in a config.json, so that from_pretrained stops there with our sentence; left to itself it loads
+    a sparse model without its gates when it is told which attention to use.
+
+    It drops the mark whenever it saves, so that the mark can stand in the file alone.
+    """
+    with reading(path):
+        marked = read_json(path) | {WEIGHTS: NOT_THIS_WAY}
+    path.write_text(json.dumps(marked, indent=2, sort_keys=True) + "\n")
+
+
+def may_be_loaded(config: Any) -> None:
+    """Take the mark off a config, for sparselens.load()."""
+    vars(config).pop(WEIGHTS, None)

@@ -2,10 +2,10 @@
 
 The gated attention (attention.py) is registered with transformers under the name "sparselens". A model is
 gated when (1) its config says `attn_implementation: sparselens` and (2) every attention module has a parameter
-`gate_bias` of shape [n_heads]. Both are saved: the first in config.json, where a transformers that has not imported
-sparselens stops with "attn_implementation=sparselens is not supported"; the second beside the other weights. A caller
-who overrides the first (`from_pretrained(..., attn_implementation="eager")`) gets a dense model from transformers,
-which asks nobody; everything here refuses it. Switched later, a model with gates stops at its next forward pass.
+`gate_bias` of shape [n_heads]. Both are saved, and `save` names no weights in config.json but says who can read them: a
+sentence at which every `from_pretrained` stops, whatever attention it was asked for. Where a model's own
+`save_pretrained` wrote the folder, (1) stops it, unless a caller overrides that: such a model has lost its gates, and
+everything here refuses it. Switched to other attention later, a model with gates stops at its next forward pass.
 """
 
 import copy
@@ -26,7 +26,7 @@ from transformers.utils.hub import cached_file
 from ..config import Gate
 from ..runs import distributed
 from ..runs.run import Run, read_json, reading, whole_folder
-from .access import SAFE, access, check_versions, quiet, refusing
+from .access import SAFE, access, check_versions, may_be_loaded, quiet, refusing, stop_from_pretrained
 from .architectures import architecture, attention_modules, base_model, dimensions
 from .attention import NAME, gate_biases as gate_biases, give_patterns, is_gated as is_gated, refuse_other_attention
 from .delta import ABOUT as DELTA, apply_delta, read_about
@@ -72,7 +72,7 @@ def add_gates(model: PreTrainedModel, gate: Gate | None = None) -> PreTrainedMod
     model.base_model.register_forward_pre_hook(give_patterns, with_kwargs=True)
     model.config.sparselens = {"version": 1, "normalise": gate.normalise}
     model.set_attn_implementation(NAME)
-    # An ordinary attribute, so that every save_pretrained writes it and every from_pretrained trips over it.
+    # An ordinary attribute, so that every save_pretrained writes it and from_pretrained trips over it.
     model.config.attn_implementation = NAME
     return model
 
@@ -208,7 +208,8 @@ def _load_folder(source: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTo
     if settings is not None and (not isinstance(settings, dict) or settings.get("normalise") not in ("all", "open")):
         raise ValueError(f"the settings of the gates in {source!r} are damaged: {settings!r}")
     # The dense weights are loaded first, knowingly; the gates follow, and a missing one is an error.
-    options = {"attn_implementation": "eager"} if settings else {}  # the one every family has
+    may_be_loaded(config)
+    options = {"attn_implementation": "eager", "config": config} if settings else {}  # the one every family has
     pickled = any(Path(source).glob("*.bin")) and not any(Path(source).glob("*.safetensors"))
     hint = "; pickled weights (.bin) are never read, convert them to safetensors" if pickled else ""
     with refusing(f"the weights at {source!r} cannot be read: ", hint), quiet():
@@ -368,13 +369,15 @@ def save(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: st
         raise ValueError("expected save(model, tokenizer, folder): a model in memory, its tokenizer and a path")
     check_source((model, tokenizer))
     folder = Path(folder)
-    is_gated(model)  # or refused
+    gated = is_gated(model)  # or refused
     with whole_folder(folder) as fresh:
         with quiet():
             if hasattr(model, "peft_config"):
                 _save_adapter(model, fresh)
             else:
                 model.save_pretrained(fresh)  # type: ignore[operator]
+                if gated:
+                    stop_from_pretrained(fresh / "config.json")
         if tokenizer is not None:
             tokenizer.save_pretrained(fresh)
     return folder

@@ -212,7 +212,7 @@ def model_card(run: Run, facts: Facts) -> str:
         layers and f"Density by layer: {', '.join(f'{share:.2%}' for share in layers)}.",
         "## How to load it\n\n```python\nimport sparselens as sl\n\n"
         f'model, tokenizer = sl.load("{_loaded_by(facts)}")\n```\n\n'
-        "Plain `from_pretrained` refuses this folder: it would load a dense model without a word."
+        "Plain `from_pretrained` refuses this folder: it would leave the gates out."
         + (" The folder holds an adapter and gates; its base is loaded by name." if facts.adapter else "")
         + (
             f" Begin every prompt with `{facts.first}`, as training sequences did: gates lean on it."

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from ..data.batches import Batches
 from ..models.attention import Seed, drop_counts, keep_seeds, take_counts
@@ -132,23 +133,25 @@ def in_bf16(precision: str, device: str | None = None) -> bool:
 
 def measure(
     model: nn.Module, batches: Batches, start: int, count: int, *, micro_batch: int = 8, base: nn.Module | None = None,
-    autocast: AbstractContextManager[Any] | None = None,
+    autocast: AbstractContextManager[Any] | None = None, progress: str = "",
 ) -> Measurement:  # fmt: skip
     """Deterministic evaluation on held-out sequences start ... start + count - 1, shared by all processes.
 
-    Where `micro_batch` sequences at once are too many for the memory, half of them are tried.
+    Where `micro_batch` sequences at once are too many for the memory, half of them are tried. progress: what a bar
+    says, if there is to be one.
     """
     was_training = model.training
     model.eval()
     try:
-        return _measure(model, batches, start, count, micro_batch, base, autocast)
+        return _measure(model, batches, start, count, micro_batch, base, autocast, progress)
     except (RuntimeError, MemoryError) as error:
         if micro_batch == 1 or not out_of_memory(error) or distributed.world() > 1:
             raise
     finally:
         model.train(was_training)
     torch.cuda.empty_cache()  # not in the handler: the traceback holds the tensors that were too many
-    return measure(model, batches, start, count, micro_batch=micro_batch // 2, base=base, autocast=autocast)
+    fewer = micro_batch // 2
+    return measure(model, batches, start, count, micro_batch=fewer, base=base, autocast=autocast, progress=progress)
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -180,7 +183,7 @@ def _row(logits: Tensor, reference: Tensor | None, labels: Tensor) -> Tensor:
 @torch.no_grad()
 def _measure(
     model: nn.Module, batches: Batches, start: int, count: int, micro_batch: int, base: nn.Module | None,
-    autocast: AbstractContextManager[Any] | None,
+    autocast: AbstractContextManager[Any] | None, progress: str,
 ) -> Measurement:  # fmt: skip
     device = next(model.parameters()).device
     gated = is_gated(model)
@@ -189,6 +192,9 @@ def _measure(
     losses, divergences, agreement, correct = (torch.zeros(count, device=device) for _ in range(4))
     queries = torch.zeros((), dtype=torch.int64, device=device)
     counts = torch.zeros((), dtype=torch.float64, device=device)
+    bar = tqdm(
+        total=count, desc=progress, unit="sequence", leave=False, disable=not (progress and distributed.is_main())
+    )
     for first, n in distributed.rounds(count, micro_batch):
         # A process with nothing left to do keeps the others company: a split model needs all of them to run.
         batch = batches.heldout(start + first, max(n, 1))
@@ -197,7 +203,9 @@ def _measure(
         mine = slice(first, first + n)
         with autocast or nullcontext():
             output = forward(model, batch, head=head)
-            reference = None if base is None else forward(base, batch, head=base_head).logits
+            reference = output.logits if base is model else None
+            if base is not None and reference is None:
+                reference = forward(base, batch, head=base_head).logits
         rows = torch.zeros(4, len(labels), device=device)
         # Without heads a sequence at a time: its logits are made here.
         step = len(labels) if head is None and base_head is None else 1
@@ -211,6 +219,8 @@ def _measure(
         queries += labels[:n].numel()
         if output.counts is not None:
             counts = counts + output.counts[:, :n].double().sum(1)  # [n_layers, n_heads, 2]
+        bar.update(n * distributed.world())
+    bar.close()
     counts = distributed.total(counts).cpu()
     return Measurement(
         losses=distributed.total(losses).cpu(), kl=distributed.total(divergences).cpu() if base is not None else None,

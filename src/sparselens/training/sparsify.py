@@ -28,7 +28,7 @@ from ..runs.run import Metrics, Run, refuse_full_disk
 from .controllers import Budget, Constraint
 from .copies import count_parameters, dense_copy, gated_copy, left_as_it_was, start_within_reach
 from .loop import Best, Stage, train
-from .measure import Measurement, in_bf16, measure
+from .measure import in_bf16, measure
 
 Data = (
     str | Path | Sequence[str | Path] | Batches
@@ -114,7 +114,7 @@ def sparsify_into(
     micro = distributed.micro_batch(training.batch, training.micro_batch, batches.length)
     autocast = torch.autocast(device, torch.bfloat16, enabled=in_bf16(training.precision))
     with autocast:
-        reference = measure(base, batches, 0, steering, micro_batch=micro).losses
+        reference = measure(base, batches, 0, steering, micro_batch=micro, progress=show_progress * "base").losses
     report_from, report_count = report_slice(batches)
     kl = settings.loss == "kl"
     stage = functools.partial(
@@ -122,17 +122,24 @@ def sparsify_into(
         show_progress=show_progress, teacher=base if kl else None,
     )  # fmt: skip
 
-    def result(model: nn.Module) -> Measurement:
+    def result(model: nn.Module, name: object, kind: str) -> EvaluationRow:
+        bar = show_progress * f"{kind}, measured"
         with autocast:
-            return measure(model, batches, report_from, report_count, micro_batch=micro, base=base)
+            found = measure(model, batches, report_from, report_count, micro_batch=micro, base=base, progress=bar)
+        return found.row(str(name), kind)
 
-    rows = [result(base).row(str(run.record["config"]["model"]), "base")]
+    rows = [result(base, run.record["config"]["model"], "base")]
     control_loss = None
     if settings.control:
+        folder = run.path / "control" / "model"
         control = _control(run, source, tokenizer, stage, settings, resume, say)
-        rows.append(result(control).row(str(run.path / "control" / "model"), "control"))
-        with autocast:
-            control_loss = measure(control, batches, 0, steering, micro_batch=micro).loss
+        if settings.trains_control:
+            rows.append(result(control, folder, "control"))
+            with autocast:
+                control_loss = measure(control, batches, 0, steering, micro_batch=micro).loss
+        else:  # it is the base
+            rows.append({**rows[0], "name": str(folder), "kind": "control"})
+            control_loss = reference.mean().item()
         del control
 
     target = _target(settings, reference.mean().item(), control_loss)
@@ -149,7 +156,7 @@ def sparsify_into(
     best = train(stage("sparse", sparse, folder=run.path, constraint=constraint), resume)
     plain = distributed.collect(sparse, into=gated_copy(source, settings)) if distributed.sharded() else sparse
     distributed.on_main(lambda: save(plain, tokenizer, run.path / "model"))
-    rows.append(result(sparse).row(str(run.path / "model"), "sparse"))
+    rows.append(result(sparse, run.path / "model", "sparse"))
     if distributed.is_main():
         run.write("evaluation.json", rows)
         summary: Summary = {
