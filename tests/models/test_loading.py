@@ -17,6 +17,7 @@ import sparselens as sl
 from sparselens.gating import allowed_pairs
 from sparselens.models import loading as huggingface
 from sparselens.models.attention import bounded, count_pairs, document_mask
+from sparselens.models.gguf_file import whole_words
 from sparselens.models.loading import add_gates, gate_biases, is_gated
 
 FAMILIES = list(CONFIGS)
@@ -497,7 +498,7 @@ def letters() -> PreTrainedTokenizerFast:
 
 def test_a_tokenizer_that_lost_its_merges_is_noticed(tmp_path, monkeypatch):
     """As transformers 5.17 makes of Gemma's .gguf: every word in letters, and a model that seems to know nothing."""
-    whole, tried = huggingface.whole_words(letters())
+    whole, tried = whole_words(letters())
     assert whole == 0 and tried >= 200
     write_gguf(tmp_path / "tiny.gguf")
     monkeypatch.setattr(huggingface.AutoTokenizer, "from_pretrained", lambda *a, **k: letters())
@@ -508,7 +509,7 @@ def test_a_tokenizer_that_lost_its_merges_is_noticed(tmp_path, monkeypatch):
 @pytest.mark.shared
 @pytest.mark.parametrize("name", ["gpt2-tokenizer", "stories15m"])
 def test_real_tokenizers_know_their_words(name, shared):
-    whole, tried = huggingface.whole_words(AutoTokenizer.from_pretrained(shared / "models" / name))
+    whole, tried = whole_words(AutoTokenizer.from_pretrained(shared / "models" / name))
     assert tried >= 200 and whole > 0.7 * tried
 
 
