@@ -132,6 +132,8 @@ def test_figures_by_hand():
     assert found["norms"] == pytest.approx((3 + 3 + 0.8 + 0.11) / 3.81)
     assert found["patterns"] == pytest.approx((0 + 0.5 + 0.6 + 0.02) / 3.81)
     assert found["pearson_path"] > found["pearson_tangent"] - 0.2 and found["spearman_path"] == pytest.approx(0.8)
+    tenth = [{"source": "", "target": "", "tangent": 1.0, "path": 1.0, "measured": m} for m in (10.0, 1.0, 1.1)]
+    assert cut_figures(tenth)["n_signs"] == 2  # above a tenth, not at it
     nothing = cut_figures([])
     assert nothing["n"] == 0 and nothing["pearson_path"] is None and nothing["sign_agreement"] is None
 

@@ -108,6 +108,20 @@ def test_samples_are_those_of_a_pass_that_knew_the_largest_from_the_start(sample
     assert (found.layers[0].low_sequence[0, (BANDS - 1) * samples :] >= 0).all()
 
 
+@pytest.mark.parametrize(
+    "octaves, kept", [(0, [0, 1, 2, 3, 4]), (1, [None, 0, 1, 2, 3]), (2, [None, None, 0, 1, 2]), (9, [None] * 4 + [0])]
+)
+def test_bands_move_down_by_half_octaves(octaves, kept):
+    """The lots say which of several stays in the lowest band: here always the uppermost."""
+    made = Collector(1, 1, 1, 1, 2, 1, CPU)
+    one = made.layers[0]
+    one.peak, one.lot = torch.tensor([1.0]), torch.tensor([[0.9, 0.8, 0.7, 0.6, 0.5]])
+    one.low_sequence = torch.arange(10, 15, dtype=torch.int32)[None]
+    made._move_bands(one, torch.tensor([1.01 * 2 ** (octaves / 2)]))
+    assert one.low_sequence[0].tolist() == [-1 if band is None else 10 + band for band in kept]
+    assert one.lot[0].tolist() == pytest.approx([-1 if band is None else 0.9 - band / 10 for band in kept])
+
+
 def test_states_can_be_put_back():
     a = activations()
     whole, half = collected(a), collected(a[:6])

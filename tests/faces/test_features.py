@@ -4,7 +4,9 @@ import json
 import os
 import signal
 from html import escape
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_model, tiny_tokenizer
@@ -12,7 +14,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 import sparselens as sl
 from sparselens.cli import main
 from sparselens.faces import features as verb
-from sparselens.faces.finish import promoted, words_of, written
+from sparselens.faces.finish import Writer, nearest, promoted, words_of, written
 from sparselens.faces.store import BLOCK, Faces
 from sparselens.training.engine import Interrupted
 from sparselens.transcoders.mlp_hooks import observe
@@ -86,6 +88,20 @@ def test_cards_are_true(faces, house):
     assert sum(faces.card(layer, f)["fires"] > 0 for layer in range(2) for f in range(70)) > 40
 
 
+def test_contexts_of_a_card_are_those_that_are_there_each_text_once():
+    """The first sequence has number 0; an empty slot -1."""
+    texts = {0: ["a", "b"], 1: ["c", "d"], 2: ["a", "b"]}
+    book = SimpleNamespace(around=lambda sequence, position, before, after: (texts[sequence], 1))
+    kept = {
+        "top_sequence": np.array([[0, 1, 2, -1]]), "top_position": np.array([[1, 1, 1, 0]]),
+        "top_value": np.array([[4.0, 3.0, 2.0, 0.0]]),
+        "top_window": np.array([[[0, 1, 4], [0, 0, 3], [0, 0, 2], [9, 9, 9]]]),
+    }  # fmt: skip
+    found = Writer(book, verb.Settings(before=1, after=1), 100, 1)._excerpts(kept, "top", 0, 4.0, set())
+    assert [slot for slot, _ in found] == [0, 1]
+    assert found[0][1] == {"text": ["a", "b"], "activations": [0, 64], "at": 1, "value": 4.0, "place": [0, 1]}
+
+
 def test_words_a_search_finds_a_feature_by():
     """The six words it fires on most, the commonest first, and the three it promotes most."""
     fired = ["c", "b", "b", "a", "a", "a", "d", "e", "f", "g", " "]
@@ -110,6 +126,29 @@ def test_promoted_words_raise_their_logits(house):
         assert words[f].tolist() == order[:3].tolist() and lowered[f].tolist() == order.flip(0)[:3].tolist()
         wanted = (logits.max() - logits.mean()) / logits.std()
         assert float(z[f, 0]) == pytest.approx(float(wanted), rel=1e-4)
+
+
+def test_nearest_features_read_and_write_most_alike():
+    """The mean of two cosines, over all layers; not the feature itself, and none that never fired."""
+    model, coder = tiny_model("gpt2"), Transcoder.random(2, 7, 32)
+    with torch.no_grad():  # whatever their lengths
+        for layer in range(2):
+            coder.W_enc[layer] *= torch.linspace(0.1, 9, 7)[:, None]
+            coder.W_dec[layer] *= torch.linspace(5, 0.2, 7)[:, None, None]
+    fires = [torch.tensor([1, 2, 0, 3, 1, 1, 1]), torch.tensor([4, 0, 1, 1, 1, 1, 2])]
+    cosines, numbers = nearest(model, coder, fires, 4)
+    reads = torch.cat(list(coder.W_enc))
+    writes = torch.cat([written(model, coder, layer) for layer in range(2)])
+    every = sum(torch.nn.functional.cosine_similarity(x[:, None], x[None], -1) for x in (reads, writes)) / 2
+    fired = torch.cat(fires) > 0
+    for i in range(14):
+        row = torch.where(fired & fired[i], every[i], 0.0)
+        row[i] = -1
+        best = row.topk(4)
+        torch.testing.assert_close(cosines[i], best.values, rtol=1e-5, atol=1e-6)
+        assert [n for n, c in zip(numbers[i].tolist(), cosines[i].tolist(), strict=True) if c > 0] == [
+            n for n, c in zip(best.indices.tolist(), best.values.tolist(), strict=True) if c > 0
+        ]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "olmo2"])
@@ -221,8 +260,6 @@ def test_feature(faces, house):
 
 
 def test_the_studio_calls_features_by_their_labels(faces, house, tmp_path):
-    from types import SimpleNamespace
-
     from sparselens.live.features import Features
 
     graph = sl.trace(sl.load(house / "base"), house / "coder", "w3 w5 w8", budget=2)

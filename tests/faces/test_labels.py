@@ -124,3 +124,15 @@ def test_a_sure_fact_comes_before_a_list_of_words():
 @pytest.mark.parametrize("word, told", [("sadly", True), ("ably", False), ("be-ly", False)])
 def test_endings_of_words_of_five_letters_or_more(word, told):
     assert ("words in -ly" in facts(Context([" " + word], 0))) == told
+
+
+@pytest.mark.parametrize("word, told", [("NASA", True), ("Tom", False), ("UK", False)])
+def test_capitals_are_all_of_a_longer_word(word, told):
+    assert ("capitals" in facts(Context(["to", " " + word], 1))) == told
+
+
+def test_places_are_counted_from_the_token_behind_the_first():
+    found = facts(Context(["<s>", "Once", " upon"], 1, 1))
+    assert "token 1 of the text" in found and "the start of the text" not in found
+    assert "the start of the text" in facts(Context(["<s>", "Once"], 0, 0))
+    assert not any("of the text" in fact for fact in facts(Context(["a", " b"], 1)))
