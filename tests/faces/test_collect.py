@@ -122,6 +122,18 @@ def test_bands_move_down_by_half_octaves(octaves, kept):
     assert one.lot[0].tolist() == pytest.approx([-1 if band is None else 0.9 - band / 10 for band in kept])
 
 
+@pytest.mark.parametrize("octaves", [1, 2, 3])
+def test_a_sample_moves_once(octaves):
+    """Into its own new band, not into the lowest as well where that is empty."""
+    made = Collector(1, 1, 1, 2, 2, 1, CPU)
+    one = made.layers[0]
+    one.peak, one.lot[0, 0], one.low_sequence[0, 0] = torch.tensor([1.0]), 0.3, 7
+    made._move_bands(one, torch.tensor([1.01 * 2 ** (octaves / 2)]))
+    wanted = [-1] * (2 * BANDS)
+    wanted[2 * octaves] = 7
+    assert one.low_sequence[0].tolist() == wanted
+
+
 def test_states_can_be_put_back():
     a = activations()
     whole, half = collected(a), collected(a[:6])
