@@ -40,6 +40,12 @@ def test_counts_and_histogram():
         assert kept.histogram[f].tolist() == counted
 
 
+def test_the_histogram_ends_where_activations_may_go_on():
+    a = torch.tensor([2.0**-30, 2.0**-12, 2.0**19.5, 2.0**19.4, 2.0**30]).view(1, -1, 1)
+    counted = collected(a).layers[0].histogram[0]
+    assert counted[[0, BINS - 2, BINS - 1]].tolist() == [2, 1, 2] and int(counted.sum()) == 5
+
+
 @pytest.mark.parametrize("batch", [1, 3, 14])
 def test_top_contexts_are_the_strongest_of_each_sequence(batch):
     check_top_contexts(activations(), batch)

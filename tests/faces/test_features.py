@@ -14,7 +14,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 import sparselens as sl
 from sparselens.cli import main
 from sparselens.faces import features as verb
-from sparselens.faces.finish import Writer, nearest, promoted, words_of, written
+from sparselens.faces.finish import Book, Writer, nearest, promoted, words_of, written
 from sparselens.faces.store import BLOCK, Faces
 from sparselens.training.engine import Interrupted
 from sparselens.transcoders.mlp_hooks import observe
@@ -86,6 +86,21 @@ def test_cards_are_true(faces, house):
                 levels = a[sequence, first : first + len(one["text"]), f] * 255 / card["largest"]
                 assert max(abs(x - y) for x, y in zip(one["activations"], levels.tolist(), strict=True)) <= 1.5
     assert sum(faces.card(layer, f)["fires"] > 0 for layer in range(2) for f in range(70)) > 40
+
+
+def test_a_context_ends_with_its_document():
+    """Before and behind; of documents that are packed, position ids begin again."""
+    lengths = [3, 1, 4, 5, 2]
+    places = torch.cat([torch.arange(n) for n in lengths])
+    owner = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
+    batch = {"input_ids": torch.arange(100, 115)[None], "position_ids": places[None]}
+    book = Book(SimpleNamespace(train=lambda start, count: batch), 1, 4, None)
+    for position in range(15):
+        for before, after in ((0, 0), (2, 1), (1, 3), (9, 9)):
+            near = range(max(0, position - before), min(15, position + after + 1))
+            wanted = [i for i in near if owner[i] == owner[position]]
+            text, at = book.around(0, position, before, after)
+            assert text == [str(100 + i) for i in wanted] and wanted[at] == position
 
 
 def test_contexts_of_a_card_are_those_that_are_there_each_text_once():

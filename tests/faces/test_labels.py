@@ -136,3 +136,9 @@ def test_places_are_counted_from_the_token_behind_the_first():
     assert "token 1 of the text" in found and "the start of the text" not in found
     assert "the start of the text" in facts(Context(["<s>", "Once"], 0, 0))
     assert not any("of the text" in fact for fact in facts(Context(["a", " b"], 1)))
+
+
+@pytest.mark.parametrize("left, kind", [("", "opening"), ("he said ", "opening"), ("so (", "opening"),
+                                        ("(so", "closing"), ("well,", "closing"), ("one—", "opening")])  # fmt: skip
+def test_quotes_are_told_by_what_stands_before_them(left, kind):
+    assert f"{kind} quotes" in facts(Context([left, '"'], 1))
