@@ -75,6 +75,7 @@ def test_cards_are_true(faces, house):
             assert card["largest"] == pytest.approx(float(a[..., f].max()), rel=1e-3)
             if not card["fires"]:
                 continue
+            assert card["mean"] == pytest.approx(float(a[..., f].sum() / card["fires"]), rel=1e-3)
             strongest = a[..., f].amax(1).sort(descending=True).values
             assert card["top"][0]["value"] == pytest.approx(float(strongest[0]), rel=1e-3)
             for one in [*card["top"], *card["lower"]]:
@@ -408,6 +409,13 @@ def test_a_damaged_file(faces, tmp_path):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"damaged|cannot be read"):
         Faces(tmp_path / "faces").card(0, 69)
+    index = json.loads((tmp_path / "faces" / "index.json").read_text())
+    for name, layer in (("labels", 1), ("words", 0)):
+        less = index | {name: [words[: len(words) - (i == layer)] for i, words in enumerate(index[name])]}
+        (tmp_path / "faces" / "index.json").write_text(json.dumps(less))
+        with pytest.raises(ValueError, match=rf"index\.json is damaged: {name} are missing"):
+            Faces(tmp_path / "faces").label(0, 0)
+    (tmp_path / "faces" / "index.json").write_text(json.dumps(index))
     about = json.loads((tmp_path / "faces" / "faces.json").read_text())
     for change in ({"n_features": 71}, {"n_features": 10**15}, {"n_layers": 10**15}):
         (tmp_path / "faces" / "faces.json").write_text(json.dumps(about | change))
