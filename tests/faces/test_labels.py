@@ -142,3 +142,14 @@ def test_places_are_counted_from_the_token_behind_the_first():
                                         ("(so", "closing"), ("well,", "closing"), ("one—", "opening")])  # fmt: skip
 def test_quotes_are_told_by_what_stands_before_them(left, kind):
     assert f"{kind} quotes" in facts(Context([left, '"'], 1))
+
+
+@pytest.mark.parametrize("text, word, part", [
+    ("He| is| walk|[ing]", "walking", "end"), ("He| is| [walk]|ing", "walking", "beginning"),
+    ("a| [x]|ylo|phone|.", "xylophone", "beginning"), ("un|[break]|able", "unbreakable", "beginning"),
+])  # fmt: skip
+def test_pieces_know_their_word(text, word, part):
+    (context,) = contexts(text)
+    found = facts(context)
+    assert f"in the word “{word}”" in found and f"the {part} of a word" in found
+    assert not {"the end of a word", "the beginning of a word"} - {f"the {part} of a word"} & set(found)

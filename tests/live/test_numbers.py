@@ -14,7 +14,7 @@ from sparselens.attribution.graph import FEATURE
 from sparselens.attribution.qk_terms import explain_look
 from sparselens.live.circuit import _fewest
 from sparselens.live.features import Features
-from sparselens.live.models import MOST_TOKENS, Member, Models, _places, answers
+from sparselens.live.models import MOST_TOKENS, Changes, Member, Models, _places, answers
 from sparselens.models.decoder import Decoder
 from sparselens.runs.run import Run, write_json
 from sparselens.tasks.registry import Words
@@ -127,6 +127,17 @@ def test_a_circuit_keeps_nine_tenths(most, wanted):
     n, effect, curve = _fewest(edges, some, torch.arange(2000), most, -1.0, -3.0, lambda done, of: None)
     assert wanted <= n <= wanted + max(1, wanted // 50) and effect == pytest.approx(min(n, 100) / 100)
     assert curve == sorted(curve) and all(f == pytest.approx(min(at, 100) / 100) for at, f in curve)
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_the_first_gate_behind_the_last_is_refused(models, at):
+    member, n = models.member("sparse"), 5
+    shape = [member.decoder.dims.n_layers, member.decoder.dims.n_heads, n, n]
+    last = [size - 1 for size in shape]
+    assert member.mask(n, Changes(closed=(tuple(last),)))[tuple(last)] == 0
+    beyond = tuple(size if i == at else place for i, (size, place) in enumerate(zip(shape, last, strict=True)))
+    with pytest.raises(ValueError, match="no gate or head"):
+        member.mask(n, Changes(closed=(beyond,)))
 
 
 def test_answers_by_hand():
