@@ -134,7 +134,8 @@ def test_capitals_are_all_of_a_longer_word(word, told):
 def test_places_are_counted_from_the_token_behind_the_first():
     found = facts(Context(["<s>", "Once", " upon"], 1, 1))
     assert "token 1 of the text" in found and "the start of the text" not in found
-    assert "the start of the text" in facts(Context(["<s>", "Once"], 0, 0))
+    start = facts(Context(["<s>", "Once"], 0, 0))
+    assert "the start of the text" in start and "token 0 of the text" not in start
     assert not any("of the text" in fact for fact in facts(Context(["a", " b"], 1)))
 
 
