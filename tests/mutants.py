@@ -53,7 +53,8 @@ def survives(mutant: Mutant, tests: dict[str, dict], users: set[tuple[str, int]]
         cases[test] += 1
         turn[name] = cases[test]
     chosen, seconds = [], 0.0
-    for name in sorted(near, key=turn.__getitem__):  # one case of every test before another case of the same
+    # One case of every test before another case of the same, unless that is quicker than what it would wait for.
+    for name in sorted(near, key=lambda name: turn[name] * max(tests[name]["seconds"], 0.05)):
         if seconds < PATIENCE and tests[name]["seconds"] < SLOWEST:
             chosen.append(name)
             seconds += tests[name]["seconds"]

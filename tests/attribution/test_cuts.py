@@ -91,6 +91,27 @@ def test_heads_are_cut_as_a_share_of_the_whole_edge(graph):
     assert whole["every"] == pytest.approx(cut_edge(graph, sources, edge)["measured"])
     some = [heads_cut(graph, sources, targets, [head])["listed"] for head in every]
     assert len({round(value, 9) for value in some}) > 1, "heads differ"
+    arriving = arrivals(graph, sources, targets)
+    for (layer, head), listed in zip(every, some, strict=True):
+        by_head = torch.unflatten(torch.zeros_like(arriving[layer]), -1, (graph.n_heads, -1)).clone()
+        by_head[:, head] = torch.unflatten(arriving[layer], -1, (graph.n_heads, -1))[:, head]
+        found = intervene(graph, less={layer: by_head.flatten(-2)}, hold_mlps=True, watch=targets)
+        assert listed == pytest.approx(float((found.after - found.before).sum()), abs=1e-9)
+
+
+def test_the_largest_edges_between_clusters_are_cut_and_no_more(graph, monkeypatch):
+    monkeypatch.setattr("sparselens.attribution.cuts.CLUSTER_EDGES", 2)
+    clusters = find_clusters(graph)
+    rows = summarise(graph, clusters, Trace(checks=0, cuts=0))
+    apart = [e for e in rows["edges"] if not {*positions(rows, e["source"])} & {*positions(rows, e["target"])}]
+    assert [(r["source"], r["target"]) for r in rows["cut"]["cluster_rows"]] == [
+        (e["source"], e["target"]) for e in apart[:2]
+    ]
+    assert len(apart) > 2 and rows["cut"]["features"]["n"] == 0
+
+
+def positions(rows, name):
+    return next(cluster["positions"] for cluster in rows["clusters"] if cluster["name"] == name)
 
 
 def test_the_source_stays_when_its_edge_is_cut(graph):
@@ -132,6 +153,8 @@ def test_figures_by_hand():
     assert found["norms"] == pytest.approx((3 + 3 + 0.8 + 0.11) / 3.81)
     assert found["patterns"] == pytest.approx((0 + 0.5 + 0.6 + 0.02) / 3.81)
     assert found["pearson_path"] > found["pearson_tangent"] - 0.2 and found["spearman_path"] == pytest.approx(0.8)
+    tenth = [{"source": "", "target": "", "tangent": 1.0, "path": 1.0, "measured": m} for m in (10.0, 1.0, 1.1)]
+    assert cut_figures(tenth)["n_signs"] == 2  # above a tenth, not at it
     nothing = cut_figures([])
     assert nothing["n"] == 0 and nothing["pearson_path"] is None and nothing["sign_agreement"] is None
 

@@ -26,6 +26,15 @@ def test_a_family_is_the_same(family):
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items()), "left as it was"
 
 
+def test_a_random_model_looks_at_some_tokens_more_than_at_others():
+    """Attention that is nearly uniform would be nearly the same with a wrong mask or rotation."""
+    model = random_model("llama")
+    ids = torch.randint(1, 96, (1, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        last = torch.stack(model(ids, output_attentions=True).attentions)[:, 0, :, -1]
+    assert (last.max(-1).values > 4 / 24).all()
+
+
 def test_a_difference_is_a_share_of_the_largest_logit():
     ours, theirs = torch.tensor([1.0, -4.0]), torch.tensor([1.5, -5.0])
     assert module._share(ours, theirs) == pytest.approx(0.2)

@@ -40,6 +40,12 @@ def test_counts_and_histogram():
         assert kept.histogram[f].tolist() == counted
 
 
+def test_the_histogram_ends_where_activations_may_go_on():
+    a = torch.tensor([2.0**-30, 2.0**-12, 2.0**19.5, 2.0**19.4, 2.0**30]).view(1, -1, 1)
+    counted = collected(a).layers[0].histogram[0]
+    assert counted[[0, BINS - 2, BINS - 1]].tolist() == [2, 1, 2] and int(counted.sum()) == 5
+
+
 @pytest.mark.parametrize("batch", [1, 3, 14])
 def test_top_contexts_are_the_strongest_of_each_sequence(batch):
     check_top_contexts(activations(), batch)
@@ -106,6 +112,32 @@ def test_samples_are_those_of_a_pass_that_knew_the_largest_from_the_start(sample
             assert torch.equal(value * filled, found.tensors()[name] * filled), name
     assert torch.equal(found.layers[0].low_sequence, wanted.layers[0].low_sequence)
     assert (found.layers[0].low_sequence[0, (BANDS - 1) * samples :] >= 0).all()
+
+
+@pytest.mark.parametrize(
+    "octaves, kept", [(0, [0, 1, 2, 3, 4]), (1, [None, 0, 1, 2, 3]), (2, [None, None, 0, 1, 2]), (9, [None] * 4 + [0])]
+)
+def test_bands_move_down_by_half_octaves(octaves, kept):
+    """The lots say which of several stays in the lowest band: here always the uppermost."""
+    made = Collector(1, 1, 1, 1, 2, 1, CPU)
+    one = made.layers[0]
+    one.peak, one.lot = torch.tensor([1.0]), torch.tensor([[0.9, 0.8, 0.7, 0.6, 0.5]])
+    one.low_sequence = torch.arange(10, 15, dtype=torch.int32)[None]
+    made._move_bands(one, torch.tensor([1.01 * 2 ** (octaves / 2)]))
+    assert one.low_sequence[0].tolist() == [-1 if band is None else 10 + band for band in kept]
+    assert one.lot[0].tolist() == pytest.approx([-1 if band is None else 0.9 - band / 10 for band in kept])
+
+
+@pytest.mark.parametrize("octaves", [1, 2, 3])
+def test_a_sample_moves_once(octaves):
+    """Into its own new band, not into the lowest as well where that is empty."""
+    made = Collector(1, 1, 1, 2, 2, 1, CPU)
+    one = made.layers[0]
+    one.peak, one.lot[0, 0], one.low_sequence[0, 0] = torch.tensor([1.0]), 0.3, 7
+    made._move_bands(one, torch.tensor([1.01 * 2 ** (octaves / 2)]))
+    wanted = [-1] * (2 * BANDS)
+    wanted[2 * octaves] = 7
+    assert one.low_sequence[0].tolist() == wanted
 
 
 def test_states_can_be_put_back():

@@ -4,7 +4,9 @@ import json
 import os
 import signal
 from html import escape
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_model, tiny_tokenizer
@@ -12,7 +14,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 import sparselens as sl
 from sparselens.cli import main
 from sparselens.faces import features as verb
-from sparselens.faces.finish import promoted, words_of, written
+from sparselens.faces.finish import Book, Writer, nearest, promoted, words_of, written
 from sparselens.faces.store import BLOCK, Faces
 from sparselens.training.engine import Interrupted
 from sparselens.transcoders.mlp_hooks import observe
@@ -73,6 +75,7 @@ def test_cards_are_true(faces, house):
             assert card["largest"] == pytest.approx(float(a[..., f].max()), rel=1e-3)
             if not card["fires"]:
                 continue
+            assert card["mean"] == pytest.approx(float(a[..., f].sum() / card["fires"]), rel=1e-3)
             strongest = a[..., f].amax(1).sort(descending=True).values
             assert card["top"][0]["value"] == pytest.approx(float(strongest[0]), rel=1e-3)
             for one in [*card["top"], *card["lower"]]:
@@ -84,6 +87,35 @@ def test_cards_are_true(faces, house):
                 levels = a[sequence, first : first + len(one["text"]), f] * 255 / card["largest"]
                 assert max(abs(x - y) for x, y in zip(one["activations"], levels.tolist(), strict=True)) <= 1.5
     assert sum(faces.card(layer, f)["fires"] > 0 for layer in range(2) for f in range(70)) > 40
+
+
+def test_a_context_ends_with_its_document():
+    """Before and behind; of documents that are packed, position ids begin again."""
+    lengths = [3, 1, 4, 5, 2]
+    places = torch.cat([torch.arange(n) for n in lengths])
+    owner = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
+    batch = {"input_ids": torch.arange(100, 115)[None], "position_ids": places[None]}
+    book = Book(SimpleNamespace(train=lambda start, count: batch), 1, 4, None)
+    for position in range(15):
+        for before, after in ((0, 0), (2, 1), (1, 3), (9, 9)):
+            near = range(max(0, position - before), min(15, position + after + 1))
+            wanted = [i for i in near if owner[i] == owner[position]]
+            text, at = book.around(0, position, before, after)
+            assert text == [str(100 + i) for i in wanted] and wanted[at] == position
+
+
+def test_contexts_of_a_card_are_those_that_are_there_each_text_once():
+    """The first sequence has number 0; an empty slot -1."""
+    texts = {0: ["a", "b"], 1: ["c", "d"], 2: ["a", "b"]}
+    book = SimpleNamespace(around=lambda sequence, position, before, after: (texts[sequence], 1))
+    kept = {
+        "top_sequence": np.array([[0, 1, 2, -1]]), "top_position": np.array([[1, 1, 1, 0]]),
+        "top_value": np.array([[4.0, 3.0, 2.0, 0.0]]),
+        "top_window": np.array([[[0, 1, 4], [0, 0, 3], [0, 0, 2], [9, 9, 9]]]),
+    }  # fmt: skip
+    found = Writer(book, verb.Settings(before=1, after=1), 100, 1)._excerpts(kept, "top", 0, 4.0, set())
+    assert [slot for slot, _ in found] == [0, 1]
+    assert found[0][1] == {"text": ["a", "b"], "activations": [0, 64], "at": 1, "value": 4.0, "place": [0, 1]}
 
 
 def test_words_a_search_finds_a_feature_by():
@@ -110,6 +142,29 @@ def test_promoted_words_raise_their_logits(house):
         assert words[f].tolist() == order[:3].tolist() and lowered[f].tolist() == order.flip(0)[:3].tolist()
         wanted = (logits.max() - logits.mean()) / logits.std()
         assert float(z[f, 0]) == pytest.approx(float(wanted), rel=1e-4)
+
+
+def test_nearest_features_read_and_write_most_alike():
+    """The mean of two cosines, over all layers; not the feature itself, and none that never fired."""
+    model, coder = tiny_model("gpt2"), Transcoder.random(2, 7, 32)
+    with torch.no_grad():  # whatever their lengths
+        for layer in range(2):
+            coder.W_enc[layer] *= torch.linspace(0.1, 9, 7)[:, None]
+            coder.W_dec[layer] *= torch.linspace(5, 0.2, 7)[:, None, None]
+    fires = [torch.tensor([1, 2, 0, 3, 1, 1, 1]), torch.tensor([4, 0, 1, 1, 1, 1, 2])]
+    cosines, numbers = nearest(model, coder, fires, 4)
+    reads = torch.cat(list(coder.W_enc))
+    writes = torch.cat([written(model, coder, layer) for layer in range(2)])
+    every = sum(torch.nn.functional.cosine_similarity(x[:, None], x[None], -1) for x in (reads, writes)) / 2
+    fired = torch.cat(fires) > 0
+    for i in range(14):
+        row = torch.where(fired & fired[i], every[i], 0.0)
+        row[i] = -1
+        best = row.topk(4)
+        torch.testing.assert_close(cosines[i], best.values, rtol=1e-5, atol=1e-6)
+        assert [n for n, c in zip(numbers[i].tolist(), cosines[i].tolist(), strict=True) if c > 0] == [
+            n for n, c in zip(best.indices.tolist(), best.values.tolist(), strict=True) if c > 0
+        ]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "olmo2"])
@@ -221,8 +276,6 @@ def test_feature(faces, house):
 
 
 def test_the_studio_calls_features_by_their_labels(faces, house, tmp_path):
-    from types import SimpleNamespace
-
     from sparselens.live.features import Features
 
     graph = sl.trace(sl.load(house / "base"), house / "coder", "w3 w5 w8", budget=2)
@@ -356,6 +409,13 @@ def test_a_damaged_file(faces, tmp_path):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"damaged|cannot be read"):
         Faces(tmp_path / "faces").card(0, 69)
+    index = json.loads((tmp_path / "faces" / "index.json").read_text())
+    for name, layer in (("labels", 1), ("words", 0)):
+        less = index | {name: [words[: len(words) - (i == layer)] for i, words in enumerate(index[name])]}
+        (tmp_path / "faces" / "index.json").write_text(json.dumps(less))
+        with pytest.raises(ValueError, match=rf"index\.json is damaged: {name} are missing"):
+            Faces(tmp_path / "faces").label(0, 0)
+    (tmp_path / "faces" / "index.json").write_text(json.dumps(index))
     about = json.loads((tmp_path / "faces" / "faces.json").read_text())
     for change in ({"n_features": 71}, {"n_features": 10**15}, {"n_layers": 10**15}):
         (tmp_path / "faces" / "faces.json").write_text(json.dumps(about | change))

@@ -124,3 +124,33 @@ def test_a_sure_fact_comes_before_a_list_of_words():
 @pytest.mark.parametrize("word, told", [("sadly", True), ("ably", False), ("be-ly", False)])
 def test_endings_of_words_of_five_letters_or_more(word, told):
     assert ("words in -ly" in facts(Context([" " + word], 0))) == told
+
+
+@pytest.mark.parametrize("word, told", [("NASA", True), ("Tom", False), ("UK", False)])
+def test_capitals_are_all_of_a_longer_word(word, told):
+    assert ("capitals" in facts(Context(["to", " " + word], 1))) == told
+
+
+def test_places_are_counted_from_the_token_behind_the_first():
+    found = facts(Context(["<s>", "Once", " upon"], 1, 1))
+    assert "token 1 of the text" in found and "the start of the text" not in found
+    start = facts(Context(["<s>", "Once"], 0, 0))
+    assert "the start of the text" in start and "token 0 of the text" not in start
+    assert not any("of the text" in fact for fact in facts(Context(["a", " b"], 1)))
+
+
+@pytest.mark.parametrize("left, kind", [("", "opening"), ("he said ", "opening"), ("so (", "opening"),
+                                        ("(so", "closing"), ("well,", "closing"), ("one—", "opening")])  # fmt: skip
+def test_quotes_are_told_by_what_stands_before_them(left, kind):
+    assert f"{kind} quotes" in facts(Context([left, '"'], 1))
+
+
+@pytest.mark.parametrize("text, word, part", [
+    ("He| is| walk|[ing]", "walking", "end"), ("He| is| [walk]|ing", "walking", "beginning"),
+    ("a| [x]|ylo|phone|.", "xylophone", "beginning"), ("un|[break]|able", "unbreakable", "beginning"),
+])  # fmt: skip
+def test_pieces_know_their_word(text, word, part):
+    (context,) = contexts(text)
+    found = facts(context)
+    assert f"in the word “{word}”" in found and f"the {part} of a word" in found
+    assert not {"the end of a word", "the beginning of a word"} - {f"the {part} of a word"} & set(found)

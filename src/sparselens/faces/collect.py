@@ -136,7 +136,8 @@ class Collector:
         source = (band - moved[:, None])[..., None].repeat(1, 1, self.samples)  # [rows, BANDS, samples]
         # Several bands become the lowest one: of each slot the largest lot stays, as if it had been one all the time.
         lots = kept.lot[rows].view(-1, BANDS, self.samples)
-        source[:, -1] = lots.masked_fill((band < BANDS - 1 - moved[:, None])[..., None], -1).argmax(1)
+        # (-2: behind the empty slots, whose lot is -1.)
+        source[:, -1] = lots.masked_fill((band < BANDS - 1 - moved[:, None])[..., None], -2).argmax(1)
         there = (source >= 0).flatten(1)
         source = (source.clamp(min=0) * self.samples + slot).flatten(1)
         for name in ("lot", "low_value", "low_sequence", "low_position"):
