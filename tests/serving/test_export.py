@@ -56,7 +56,14 @@ def test_the_card_says_what_was_measured_and_no_more(runs, tmp_path):
     assert "Begin every prompt with `<|endoftext|>`" in card
     assert "tiny-llama" in card and "text.txt" in card and "secret-place" not in card
     without = (export(runs / "lora", tmp_path / "lora") / "README.md").read_text()
-    assert "no matched dense control" in without and "same further training" in card
+    assert "no matched dense control" in without
+    assert "The control is the base itself" in card and "same further training" not in card
+    trained = [{**row, **({"kl_to_base": 0.1} if row["kind"] == "control" else {})} for row in rows.values()]
+    (runs / "full" / "evaluation.json").write_text(json.dumps(trained))
+    try:
+        assert "same further training" in (export(runs / "full", tmp_path / "trained") / "README.md").read_text()
+    finally:
+        (runs / "full" / "evaluation.json").write_text(json.dumps(list(rows.values())))
 
 
 def test_refusals(runs, tmp_path, capsys):

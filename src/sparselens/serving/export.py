@@ -26,9 +26,10 @@ ADAPTER, FIGURE = "adapter_config.json", "figure1.png"
 METRICS = {"loss": "cross-entropy in nats", "kl_to_base": "KL to base in nats", "density": "share of open edges"}
 NOT_SETTINGS = ("model", "data", "text")  # they name files
 WITHOUT_CONTROL = "There is no matched dense control: part of any difference to the base may be adaptation to the text."
-WITH_CONTROL = (
+TRAINED_CONTROL = (
     "The control is the same model with the same further training and no gates: compare the sparse model with it."
 )
+BASE_AS_CONTROL = "The control is the base itself: taught by the base, a model without gates has nothing to learn."
 
 
 def export(
@@ -180,6 +181,13 @@ def _header(run: Run, sparse: EvaluationRow, name: str, facts: Facts) -> str:
     return str(header.to_yaml())
 
 
+def _about_control(rows: dict[str, EvaluationRow]) -> str:
+    if "control" not in rows:
+        return WITHOUT_CONTROL
+    same = rows["control"]["loss"] == rows["base"]["loss"] and not rows["control"]["kl_to_base"]
+    return BASE_AS_CONTROL if same else TRAINED_CONTROL
+
+
 def model_card(run: Run, facts: Facts) -> str:
     """The README.md of an exported model."""
     config = run.record["config"]
@@ -201,7 +209,7 @@ def model_card(run: Run, facts: Facts) -> str:
         facts.figure and f"![Which position reads which, layer by layer, before and after]({FIGURE})",
         "## Measured\n\n" + _table(rows),
         f"On {sparse['sequences']} held-out sequences that steered nothing; ± is one standard error. "
-        + (WITH_CONTROL if "control" in by_kind else WITHOUT_CONTROL),
+        + _about_control(by_kind),
         layers and f"Density by layer: {', '.join(f'{share:.2%}' for share in layers)}.",
         "## How to load it\n\n```python\nimport sparselens as sl\n\n"
         f'model, tokenizer = sl.load("{_loaded_by(facts)}")\n```\n\n'
