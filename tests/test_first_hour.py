@@ -39,7 +39,8 @@ def test_sequences_too_long_for_a_model_are_shortened_with_a_line(base, tmp_path
 
 def test_a_plan_is_made_for_the_length_that_the_run_will_have(base):
     common = {"gpus": 1, "tokens_per_second": 100.0, "steps": 10, "batch": 2}
-    assert sl.plan(str(base), length=512, **common).seconds == sl.plan(str(base), length=64, **common).seconds
+    found = sl.plan(str(base), length=512, **common)
+    assert found.seconds == sl.plan(str(base), length=64, **common).seconds and "of 64 tokens at once" in str(found)
 
 
 def test_the_parts_of_a_plans_time_add_up(base):

@@ -71,8 +71,9 @@ run = sl.sparsify(
 # %% [markdown]
 # ## 4. Both on the same prompts
 #
-# The Run brings its control along: a dense model with the same further training. Only what the sparse model needs less
-# than *that* is due to sparsity.
+# The Run brings its control along. Taught by the base, as here, the control is the base itself. With
+# `loss="cross-entropy"` it is a dense model with the same further training: only what the sparse model needs less than
+# *that* is due to sparsity.
 
 # %%
 result = sl.compare((model, tokenizer), run, "ioi", prompts=PROMPTS, readings="removed")

@@ -1,5 +1,6 @@
 """Circuits of real (tiny) models: the pieces are the model, scores are derivatives, and the whole walk."""
 
+import copy
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -340,6 +341,27 @@ def test_closed_gates_are_zeros_in_the_graph():
     assert (scores[:, decoder.components.head_writer(1, 1)] != 0).any()
 
 
+def test_a_control_is_measured_only_where_it_is_another_model(monkeypatch):
+    from sparselens.circuits import compare as procedure
+
+    measured: list[int] = []
+    real = procedure.discover_on
+    monkeypatch.setattr(procedure, "discover_on", lambda *a, **o: measured.append(1) or real(*a, **o))
+    dense, sparse, other = tiny_model("gpt2"), gated("gpt2", bias=1.0), tiny_model("gpt2")
+    next(other.parameters()).data[3, 0] += 1e-3
+    settings = Search(prompts=8, points=4, readings=("removed",), scope="prompt", random_control=False)
+    for control, times, lines in ((copy.deepcopy(dense), 2, 4), (other, 3, 5)):
+        measured.clear()
+        said: list[str] = []
+        result = compare(
+            dense, sparse, [chosen([dense, sparse])], control=control, tokenizer=tiny_tokenizer(), settings=settings,
+            say=said.append,
+        )  # fmt: skip
+        assert len(measured) == times and len(table(result).splitlines()) == lines
+        assert any("has the weights of the dense model" in line for line in said) == (times == 2)
+        assert set(result["tasks"]["words"]["multipliers"]["removed"]) == {"dense", "control"}
+
+
 def test_compare_is_paired_and_brings_the_control(tmp_path):
     dense, sparse = tiny_model("gpt2"), gated("gpt2", bias=1.0)
     result = compare(
@@ -355,7 +377,7 @@ def test_compare_is_paired_and_brings_the_control(tmp_path):
             known = MultiplierRow.__required_keys__, set(MultiplierRow.__annotations__)
             assert all(known[0] <= set(row) <= known[1] for row in thresholds.values())
     lines = table(result).splitlines()
-    assert len(lines) == 1 + 1 + 3 * 2 + 1 and "all that lead to the answer" in lines[1]
+    assert len(lines) == 1 + 1 + 3 + 1 and "all that lead to the answer" in lines[1]
     opened = result["tasks"]["words"]["open_edges"]
     counts = [result["tasks"]["words"]["models"][role]["leading"]["per_prompt"] for role in ("dense", "sparse")]
     ratios = np.log(counts[0]) - np.log(counts[1])

@@ -43,7 +43,8 @@ def tell(rows: ModelRows) -> str:
     )
     closed = main["closed"]
     lines.append(
-        f"  their {closed['n_links']} links closed, MLPs held: {closed['measured_direct']:+.3f} "
+        f"  their {closed['n_links']} link{'s' * (closed['n_links'] != 1)} closed, MLPs held: "
+        f"{closed['measured_direct']:+.3f} "
         f"(predicted {closed['predicted_direct']:+.3f}); MLPs reacting: {closed['measured']:+.3f} "
         f"(predicted {closed['predicted']:+.3f})"
     )

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from .. import tasks as registry
 from ..config import Search, changed
 from ..models.loading import Source, check_source, resolve
+from ..runs import distributed
 from ..runs.run import Run, check_folder, check_writable, provenance, write_json
 from .circuit import Circuit, overlap
 from .discover import Chosen, alternatives_table, discover_on, prepare
@@ -88,6 +89,10 @@ def compare(
             tokenizer = tokenizer or own
     if tokenizer is None:
         raise ValueError("compare needs a tokenizer beside loaded models: compare(dense, sparse, tokenizer=tokenizer)")
+    alike = "control" in models and _alike(models["dense"], models["control"])
+    if alike:  # taught by the base it stays the base
+        say("the control has the weights of the dense model: what holds for the one holds for the other")
+        del models["control"]
 
     result = Comparison(settings=vars(settings), names=dict(zip(("dense", "sparse"), names, strict=True)), tasks={})
     result.circuits, lost = {}, dict[str, str]()
@@ -114,6 +119,8 @@ def compare(
             for role, model in models.items():
                 say(f"{name}: {role}")
                 circuits[role] = discover_on(model, name, prompts, settings, show_progress=show_progress, say=say)
+            if alike:
+                circuits["control"] = circuits["dense"]
             result["tasks"][name], result.circuits[name] = _row(circuits, settings.seed), circuits
             _write(result, name, folder, file)  # after every task: what is measured is not lost with a later one
     if not result["tasks"]:
@@ -148,6 +155,17 @@ def _control(sparse: Source) -> Path | None:
     folder = sparse.path if isinstance(sparse, Run) else sparse
     control = Path(folder) / "control" / "model" if isinstance(folder, str | Path) else None
     return control if control is not None and control.is_dir() else None
+
+
+def _alike(a: nn.Module, b: nn.Module) -> bool:
+    """Whether all weights are the same; not asked of models that are split over processes."""
+    if distributed.is_sharded(a) or distributed.is_sharded(b):
+        return False
+    mine, theirs = a.state_dict(), b.state_dict()
+    return mine.keys() == theirs.keys() and all(
+        one.shape == theirs[name].shape and bool((one == theirs[name].to(one.device)).all())
+        for name, one in mine.items()
+    )
 
 
 def _row(circuits: dict[str, Circuit], seed: int) -> TaskRow:
@@ -251,6 +269,8 @@ def table(result: Comparison) -> str:
             add(f"{task}: all that lead to the answer", opened["dense"], opened["sparse"], opened, opened["n_prompts"])
         for reading, baselines in row["multipliers"].items():
             for baseline, thresholds in baselines.items():
+                if baseline == "control" and row["models"]["control"] == row["models"]["dense"]:
+                    continue
                 m, others = thresholds["0.9"], ((t, m) for t, m in thresholds.items() if t != "0.9")
                 more = [f"{'mean' if t == MEAN else f'{float(t):.0%}'} {m['multiplier']:.1f}x" for t, m in others]
                 name = f"{task}: {reading}{BASELINES[baseline]}"

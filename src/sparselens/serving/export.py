@@ -27,7 +27,7 @@ ADAPTER, FIGURE = "adapter_config.json", "figure1.png"
 METRICS = {"loss": "cross-entropy in nats", "kl_to_base": "KL to base in nats", "density": "share of open edges"}
 NOT_SETTINGS = ("model", "data", "text")  # they name files
 WITHOUT_CONTROL = "There is no matched dense control: part of any difference to the base may be adaptation to the text."
-WITH_CONTROL = (
+TRAINED_CONTROL = (
     "The control is the same model with the same further training and no gates: compare the sparse model with it."
 )
 # Runs keep the metrics of a control that was trained; with KL to the base none is (training/sparsify.py).
@@ -232,7 +232,7 @@ def model_card(run: Run, facts: Facts) -> str:
 def _about_control(run: Run, by_kind: dict[str, EvaluationRow]) -> str:
     if "control" not in by_kind:
         return WITHOUT_CONTROL
-    return WITH_CONTROL if (run.path / "control" / "metrics.jsonl").is_file() else CONTROL_IS_BASE
+    return TRAINED_CONTROL if (run.path / "control" / "metrics.jsonl").is_file() else CONTROL_IS_BASE
 
 
 def _loaded_by(facts: Facts) -> str:

@@ -54,6 +54,7 @@ class Plan:
     memory: dict[str, float]
     available: float
     micro: int  # sequences at once
+    length: int  # tokens of each
     disk: dict[str, float]
     free: float
     advice: str = ""  # what would fit, where this does not; then nothing is known of the rest
@@ -96,7 +97,7 @@ class Plan:
         lines = [
             f"{self.model}: {self.parameters / 1e6:,.1f}M parameters, {trained}; {where}",
             f"memory  {self.total_memory / GIB:.1f} GiB of {self.available / GIB:.1f}{' per GPU' if self.gpus else ''}"
-            f" ({memory}), {self.micro} sequences at once",
+            f" ({memory}), {self.micro} sequences of {self.length:,} tokens at once",
             f"disk    {self.total_disk / 1e9:.1f} GB of {self.free / 1e9:.1f} free ({disk})",
         ]
         if self.seconds:
@@ -141,7 +142,17 @@ def plan(
     tokens = settings.training.batch * text.length  # per step
     tokenised = (2 if config.vocab_size <= 1 << 16 else 4) * settings.training.steps * tokens
     space = disk(parameters, trained, settings) | {"tokenised text": tokenised}
-    known = source_name(model), gpus, int(parameters), int(trained), job.memory(), available, job.micro, space
+    known = (
+        source_name(model),
+        gpus,
+        int(parameters),
+        int(trained),
+        job.memory(),
+        available,
+        job.micro,
+        text.length,
+        space,
+    )
     result = Plan(*known, free=free_disk(Path(out)))
     if result.total_memory > available:
         return dataclasses.replace(result, advice=job.advice(available))
@@ -273,7 +284,8 @@ class Job:
         teacher = 2 if self.settings.loss == "kl" else 1
         each = min(training.evaluate_sequences, steering) * teacher
         steered = stages * (training.steps // training.evaluate_every) * each
-        report = 2 * (heldout - steering) * (2 + self.settings.control) + steering * (1 + self.settings.control)
+        trained = self.settings.trains_control  # one that is not is the base, which is measured already
+        report = (heldout - steering) * (3 + 2 * trained) + steering * (1 + trained)
         return (steered + report) * text.length
 
 
