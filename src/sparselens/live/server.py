@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..runs.run import Run, one_line
-from .app import JOBS, VERBS, Studio
+from .app import JOBS, QUICK, VERBS, Studio
 from .worker import Busy
 
 MOST_BYTES = 64 * 1024
@@ -68,7 +68,7 @@ def make_app(studio: Studio, token: str) -> Any:
         studio.check_ready()
         # A job only begins here, but its question is read by the tokenizer: in the thread that owns the models, too.
         work = studio.start if verb in JOBS else studio.answer
-        answer = studio.worker.ask(lambda: work(verb, body))
+        answer = studio.worker.ask(lambda: work(verb, body), quick=verb in QUICK)
         try:
             with fail_after(ANSWERED):
                 return JSONResponse(await asyncio.wrap_future(answer))

@@ -253,14 +253,18 @@ export class LiveStudio {
         this.state.answer = prompt.models[role].next[0];
         writeAddress(this.state);
       }
-      this.maps = await loadMaps(this.models[role], prompt, role);
-      if (!current()) return;
-      this.grid.role = this.map.role = this.lens.role = role;
       this.showAnswers();
-      this.showPrompt();
       const took = Math.round(performance.now() - begun);
       this.say(`Answered in ${took} ms.`);
       this.status.dataset.look = took;
+      // Answers first; what the heads look at, and which edges matter, follow.
+      Object.assign(prompt.models[role], await ask("maps", { role, text, more }));
+      if (!current()) return;
+      const maps = await loadMaps(this.models[role], prompt, role);
+      if (!current()) return;
+      this.maps = maps;
+      this.grid.role = this.map.role = this.lens.role = role;
+      this.showPrompt();
       this.edges = [];
       const { edges } = await ask("effects", this.question());
       if (!current()) return;
