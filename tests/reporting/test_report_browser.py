@@ -251,7 +251,7 @@ def test_it_opens_with_picture_sentences_and_one_number(open_page, page_file, ru
         "0.9"
     ]
     number = page.locator("#one-number")
-    assert number.locator("b").text_content() == f"{row['multiplier']:.1f}×"
+    assert number.locator("b").text_content() == f"{row['multiplier']:.1f}x"
     assert f"n = {row['n_prompts']} prompts" in number.text_content() and "interval" in number.text_content()
     pictures = page.locator("#summary figure")
     assert [pictures.nth(i).locator("h3").text_content() for i in range(2)] == ["Before: dense", "After: sparse"]

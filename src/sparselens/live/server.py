@@ -9,6 +9,7 @@
 import asyncio
 import hmac
 import json
+import os
 import secrets
 import socket
 import webbrowser
@@ -234,6 +235,9 @@ def studio(
     check_extra()
     if isinstance(run, str | Path):
         _check_named(str(run))
+    # Threads of one computation sleep while they wait for each other, as long as torch is not there yet. Spinning, they
+    # keep the cores from the browser and from each other: with other work beside, a pass took ten times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     at, token = listen(port), secrets.token_urlsafe(24)
     live = Studio(run, prepare)
     address = f"http://127.0.0.1:{at.getsockname()[1]}/{token}/"

@@ -33,6 +33,7 @@ export class LiveStudio {
     this.body = element("div", { class: "stack" });
     place.append(this.status, this.body);
     this.asked = {};
+    this.busy = 0; // things asked and not yet answered
     this.poll();
   }
 
@@ -234,10 +235,13 @@ export class LiveStudio {
   async attempt(kind, work) {
     const number = (this.asked[kind] = (this.asked[kind] ?? 0) + 1);
     const current = () => number === this.asked[kind];
+    this.status.dataset.busy = this.busy += 1;
     try {
       await work(current);
     } catch (error) {
       if (current()) this.say(error.message, true);
+    } finally {
+      this.status.dataset.busy = this.busy -= 1;
     }
   }
 

@@ -41,7 +41,7 @@ function story({ sentences, number: one }) {
       ? element(
           "p",
           { class: "one-number", id: "one-number" },
-          element("b", {}, one.value.replace("x", "×")),
+          element("b", {}, one.value),
           element("span", {}, one.what),
           element("small", {}, one.spread),
         )
