@@ -184,7 +184,7 @@ class Studio:
         (loaded, coder) = model(role)
         trace(
             loaded, coder, list(question.ids), question.answer, against=against, names=names, out=folder, say=told,
-            step=self.worker.step, settings=Trace(position=question.position, budget=300, checks=10),
+            step=self.worker.step, settings=Trace(position=question.position, budget=300, checks=10, cuts=20),
         )  # fmt: skip
         return {"folder": folder.name}
 

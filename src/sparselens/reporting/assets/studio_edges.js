@@ -2,7 +2,7 @@
 
 import { element, number, svgElement } from "./dom.js";
 import { keepDrawn, palette } from "./palette.js";
-import { visible } from "./token_reads.js";
+import { crowded, visible } from "./token_reads.js";
 
 const DRAWN = 160;
 
@@ -10,12 +10,15 @@ export class EdgeField {
   /** onTouch([layer, head, query, key]) */
   constructor(onTouch) {
     this.onTouch = onTouch;
-    this.box = element("div", { class: "plot edge-field" });
-    this.redraw = keepDrawn(this.box, (width) => this.draw(width));
+    this.plot = element("div", { class: "plot edge-field" });
+    const name = { tabindex: "0", role: "region", "aria-label": "Picture of the edges" };
+    this.box = element("div", { class: "scroll", ...name }, this.plot); // a long prompt on a phone
+    this.redraw = keepDrawn(this.plot, (width) => this.draw(width));
   }
   /** edges: [layer, head, query, key, effect], largest effect first; lit: generated token to light up, or null. */
   show(maps, edges, state, lit = null) {
     Object.assign(this, { maps, edges: edges.slice(0, DRAWN), state, lit });
+    this.plot.style.minWidth = `${Math.min(900, 60 + 14 * maps.size)}px`;
     this.redraw();
   }
   draw(width) {
@@ -78,9 +81,9 @@ export class EdgeField {
           `L${level - 1}`,
         ),
       );
+    const tilted = crowded(tokens, step);
     tokens.forEach((token, i) => {
       const text = visible(token).trim() || "␣";
-      const tilted = step < 8 * Math.min(text.length, 12);
       root.append(
         svgElement(
           "text",
@@ -90,12 +93,12 @@ export class EdgeField {
             fill: colours.ink,
             "font-size": 11,
             "text-anchor": tilted ? "end" : "middle",
-            transform: tilted ? `rotate(-38 ${x(i)} ${y(0) + 16})` : null,
+            transform: tilted ? `rotate(-65 ${x(i)} ${y(0) + 16})` : null,
           },
           text.length > 12 ? `${text.slice(0, 11)}…` : text,
         ),
       );
     });
-    this.box.replaceChildren(root);
+    this.plot.replaceChildren(root);
   }
 }

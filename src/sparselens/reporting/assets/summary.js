@@ -42,8 +42,8 @@ function story({ sentences, number: one }) {
           "p",
           { class: "one-number", id: "one-number" },
           element("b", {}, one.value),
-          element("span", {}, one.what),
-          element("small", {}, one.spread),
+          element("span", {}, withTerms(one.what)),
+          element("small", {}, withTerms(one.spread)),
         )
       : null,
     element(

@@ -29,7 +29,7 @@ def summary(shown: Shown) -> dict[str, object]:
     config, told, task = run.record.get("config", {}), about(run), next(iter((circuits or {}).get("tasks", [])), None)
     found = {
         "title": title(run), "kind": run.record.get("kind", "run"), "run": run.path.name, "exact": told.exact,
-        "sentence": _sentence(title(run), rows, results, config, told),
+        "sentence": _sentence(title(run), rows, results, told),
         "table": [_table_row(role, rows[role], task) for role in ROLES if role in rows],
         "task": task["name"] if task else None, "counted": task["readings"][0]["edges"] if task else None,
         "story": story(told.name or title(run), rows, config, task),
@@ -43,7 +43,7 @@ def summary(shown: Shown) -> dict[str, object]:
     return finite(found)
 
 
-def _sentence(name: str, rows: dict[str, EvaluationRow], summary: Row, config: Row, told: About) -> str:
+def _sentence(name: str, rows: dict[str, EvaluationRow], summary: Row, told: About) -> str:
     sparse, base = rows.get("sparse"), rows.get("base")
     if "fvu" in summary:
         return (
@@ -55,8 +55,6 @@ def _sentence(name: str, rows: dict[str, EvaluationRow], summary: Row, config: R
     text = f"{told.name or name} keeps {_percent(sparse['density'])} of its attention edges"
     if told.exact:
         return f"{text} and gets {_percent(sparse['exact'])} of held-out sequences exactly right."
-    if config.get("loss") == "kl" and sparse.get("kl_to_base") is not None:
-        return f"{text}, at {sparse['kl_to_base']:.3f} nats KL to the base model."
     if base is not None:
         return f"{text}; its held-out loss is {sparse['loss']:.3f} nats, the base model's {base['loss']:.3f}."
     return f"{text}."
