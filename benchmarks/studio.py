@@ -7,7 +7,8 @@ times, and in the sparse model a bias that closes most gates. How good such a mo
 The studio runs as a command of its own, and headless Chromium asks it. Times are of the page's own clock: from the last
 key (the pause after typing included) or the click until the second frame after the answer was put on the page.
 
-The floor, measured on the same cores in the same minute: one pass of the base through transformers.
+Beside each stands the processor time that the server took meanwhile, of both cores together: other work on the machine
+hardly moves it. The floor, measured on the same cores in the same minute: one pass of the base through transformers.
 """
 
 import argparse
@@ -110,7 +111,8 @@ def measure(given: argparse.Namespace, run: Path) -> dict[str, Any]:
         address = server.stdout.readline().split()[0]
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=given.chromium, args=["--no-sandbox", "--disable-gpu"])
-            told = drive(browser.new_page(viewport={"width": 1280, "height": 900}), address, prompts, given.times)
+            page = browser.new_page(viewport={"width": 1280, "height": 900})
+            told = Driver(page, address, prompts, server.pid).drive(given.times)
             told["environment"] = {"chromium": browser.version}
             browser.close()
     finally:
@@ -139,68 +141,74 @@ def cut(run: Path, frame: str, tokens: int) -> list[str]:
     return found
 
 
-def drive(page: Page, address: str, prompts: list[str], times: int) -> dict[str, Any]:
-    """Everything a person does, `times` times."""
-    page.set_default_timeout(120_000)
-    rows: dict[str, list[float]] = {}
-    rows["the page itself"] = [shown(page, address) for _ in range(6)]
-    settled(page)
-    for text in prompts[:2]:  # the first answers of a process are slow, and not what anybody sees twice
-        page.evaluate(TYPED, text)
-        settled(page)
-    new, longer, gates, heads, edges, generated = (rows.setdefault(name, []) for name in NAMES)
-    for i in range(times):
-        text = prompts[(i + 2) % len(prompts)]
+class Driver:
+    """Does what a person does, and writes down how long everything took."""
+
+    def __init__(self, page: Page, address: str, prompts: list[str], server: int):
+        self.page, self.address, self.prompts = page, address, prompts
+        self.stat = Path(f"/proc/{server}/stat")
+        self.rows: dict[str, list[float]] = {}
+        self.processor: dict[str, list[float]] = {}
+        page.set_default_timeout(120_000)
+
+    def drive(self, times: int) -> dict[str, Any]:
+        for _ in range(6):
+            self.open()
+        self.settled()
+        for text in self.prompts[:2]:  # the first answers of a process are slow, and not what anybody sees twice
+            self.page.evaluate(TYPED, text)
+            self.settled()
+        for i in range(times):
+            text = self.prompts[(i + 2) % len(self.prompts)]
+            self.timed("a new prompt", TYPED, text)
+            words = text.split()
+            self.page.evaluate(TYPED, " ".join(words[:-2]))
+            self.settled()
+            self.timed("one word typed on", TYPED, " ".join(words[:-1]) + f" {words[i % 5]}")
+            for name, attribute in (("closing a gate", "data-close"), ("silencing a head", "data-silence")):
+                place = self.page.locator(f"#studio [{attribute}]").nth(i % 12).get_attribute(attribute)
+                self.timed(name, CLICKED, f"#studio [{attribute}='{place}']")
+                self.page.locator("#reset").click()
+                self.page.locator("#p-after").wait_for(state="detached")
+                self.settled()
+            self.generate()
+        found = {name: spread(values) for name, values in self.rows.items()}
+        for name, values in self.processor.items():
+            found[name] |= {"processor": round(statistics.median(values))}
+        return {"rows": found}
+
+    def spent(self) -> float:
+        """Milliseconds of processor time that the server has taken so far."""
+        fields = self.stat.read_text().rpartition(")")[2].split() if self.stat.exists() else []
+        return 1000 * sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+    def timed(self, name: str, script: str, argument: str) -> None:
+        spent = self.spent()
+        self.rows.setdefault(name, []).append(self.page.evaluate(script, argument))
+        self.processor.setdefault(name, []).append(self.spent() - spent)
+        self.settled()
+
+    def open(self) -> None:
+        """From asking for the page until its studio stands there."""
+        self.page.goto("about:blank")
         begun = time.perf_counter()
-        new.append(page.evaluate(TYPED, text))
-        settled(page)
-        edges.append(1000 * (time.perf_counter() - begun))
-        words = text.split()
-        page.evaluate(TYPED, " ".join(words[:-2]))
-        settled(page)
-        longer.append(page.evaluate(TYPED, " ".join(words[:-1]) + f" {words[i % 5]}"))
-        settled(page)
-        touched(page, gates, i % 24, "data-close")
-        touched(page, heads, i % 24, "data-silence")
-        before = page.locator("#studio .tokens button").count()
-        begun = time.perf_counter()
-        page.locator("#generate").click()
-        while page.locator("#studio .tokens button").count() == before:
+        self.page.goto(self.address)
+        self.page.locator("#studio-status").wait_for()
+        self.rows.setdefault("the page itself", []).append(1000 * (time.perf_counter() - begun))
+
+    def generate(self) -> None:
+        before, begun = self.page.locator("#studio .tokens button").count(), time.perf_counter()
+        self.page.locator("#generate").click()
+        while self.page.locator("#studio .tokens button").count() == before:
             time.sleep(0.005)
-        generated.append(1000 * (time.perf_counter() - begun))
-        settled(page)
-    return {"rows": {name: spread(values) for name, values in rows.items()}}
+        self.rows.setdefault("one token generated, its maps too", []).append(1000 * (time.perf_counter() - begun))
+        self.settled()
 
-
-NAMES = (
-    "a new prompt", "one word typed on", "closing a gate", "silencing a head", "a new prompt, its edges too",
-    "one token generated, its maps too",
-)  # fmt: skip
-
-
-def shown(page: Page, address: str) -> float:
-    """From asking for the page until its studio stands there."""
-    page.goto("about:blank")
-    begun = time.perf_counter()
-    page.goto(address)
-    page.locator("#studio-status").wait_for()
-    return 1000 * (time.perf_counter() - begun)
-
-
-def settled(page: Page) -> None:
-    """Answers, maps and edges are there, and nothing moves."""
-    page.locator("[data-close]").first.wait_for()
-    page.locator("#studio-status[data-busy='0']").wait_for()
-    page.wait_for_timeout(120)
-
-
-def touched(page: Page, into: list[float], nth: int, attribute: str) -> None:
-    place = page.locator(f"#studio [{attribute}]").nth(nth).get_attribute(attribute)
-    into.append(page.evaluate(CLICKED, f"#studio [{attribute}='{place}']"))
-    settled(page)
-    page.locator("#reset").click()
-    page.locator("#p-after").wait_for(state="detached")
-    settled(page)
+    def settled(self) -> None:
+        """Answers, maps and edges are there, and nothing moves."""
+        self.page.locator("[data-close]").first.wait_for()
+        self.page.locator("#studio-status[data-busy='0']").wait_for()
+        self.page.wait_for_timeout(120)
 
 
 def one_pass(run: Path, text: str, times: int) -> list[float]:
@@ -239,9 +247,10 @@ def processor() -> str:
 
 
 def print_rows(told: dict[str, Any]) -> None:
-    print(f"{'milliseconds':42s} {'n':>4s} {'median':>7s} {'p90':>7s} {'worst':>7s}")
+    columns = ("n", "median", "p90", "worst", "processor")
+    print(f"{'milliseconds':42s}" + "".join(f"{column:>10s}" for column in columns))
     for name, row in (told["rows"] | told["floor"]).items():
-        print(f"{name:42s} {row['n']:4d} {row['median']:7d} {row['p90']:7d} {row['worst']:7d}")
+        print(f"{name:42s}" + "".join(f"{row.get(column, ''):>10}" for column in columns))
 
 
 if __name__ == "__main__":
