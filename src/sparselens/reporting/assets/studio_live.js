@@ -7,6 +7,7 @@ import { HeadGrid, loadMaps } from "./maps.js";
 import { HeadMap } from "./head.js";
 import { Lens, tokenStrip, visible } from "./token_reads.js";
 import { EdgeField } from "./studio_edges.js";
+import { mapDownloads } from "./saved_maps.js";
 import { keptList } from "./studio_kept.js";
 import {
   changesInWords, countChanges, hasChange, readAddress, scaledBy, toggled, untouched, wordAt, writeAddress,
@@ -132,7 +133,12 @@ export class LiveStudio {
       element(
         "div",
         { class: "card stack" },
-        element("h3", {}, "Every head, and who reads whom"),
+        element(
+          "div",
+          { class: "card-head" },
+          element("h3", {}, "Every head, and who reads whom"),
+          mapDownloads("studio-heads", () => ({ maps: this.maps, view: "weights", head: null })),
+        ),
         this.strip,
         this.lens.box,
         element("div", { class: "pair loose" }, this.grid.box, element("div", {}, this.map.box, this.mapNote)),
@@ -474,6 +480,7 @@ export class LiveStudio {
     const columns = ["layer", "head", "query", "key", "if_closed_nats", "weight"];
     const rows = () => this.edges.map((edge) => [...edge, this.maps.weight(...edge.slice(0, 4))]);
     return downloads("studio-edges", {
+      scene: () => this.field.scene(this.field.plot.view.width),
       json: () => ({ ...this.state, tokens: this.prompt.tokens, measured: this.touched, columns, edges: rows() }),
       csv: () => [columns, ...rows()],
     });
