@@ -1,12 +1,15 @@
 """What a studio shows, against the models themselves: transformers' own forward pass, plain hooks, and differences."""
 
+import shutil
+
 import pytest
 import torch
 from studio_run import PROMPT, make_studio_run
 from tiny_models import CONFIGS, tiny_tokenizer
 from tracing_setup import biased_model
 
-from sparselens.live.models import Changes, Member, Models, log_odds
+from sparselens.live.models import PASSES, Changes, Member, Models, log_odds, same_weights
+from sparselens.live.passes import full_pass
 from sparselens.models.architectures import attention_modules
 from sparselens.models.decoder import Decoder
 from sparselens.tasks.registry import Words
@@ -38,8 +41,9 @@ def test_it_says_what_the_model_says(family, gated):
         with torch.no_grad():
             theirs = model(ids).logits[0, -1].log_softmax(-1)
             weights = torch.stack(model(ids, output_attentions=True).attentions)[:, 0]
-        ran = models.member("sparse").run(ids[0].tolist())
-        assert torch.allclose(ran.log_p[0], theirs, atol=2e-5)
+        member = models.member("sparse")
+        ran = member.run(ids[0].tolist())
+        assert torch.allclose(member.log_p(ran, [-1])[0], theirs, atol=2e-5)
         assert torch.allclose(ran.weights, weights.to(ran.weights), atol=1e-5)
         shown = models.look(text)["models"]["sparse"]
         assert shown["next"][0]["id"] == int(theirs.argmax())
@@ -103,15 +107,17 @@ def test_the_prediction_is_the_slope_of_what_is_measured(gated, normalise):
     """
     models, _ = alone("llama", gated, torch.float64, normalise=normalise, gate_bias=2.0)
     member, question = models.member("sparse"), models.question("sparse", PROMPT, 9)
-    (_, gradient), checked = member.gradient(question), 0
+    gradient, checked = member.gradient(question), 0
+    x = member.embed(question.ids)
+
+    def odds(mask):
+        run = full_pass(member.decoder, x, mask)
+        return float(log_odds(member.log_p(run, [question.position])[0].double(), 9))
+
     for place in CLOSED:
         low, high = (torch.ones_like(gradient) for _ in range(2))
         low[place], high[place] = 1 - 1e-4, 1 + 1e-4
-        with torch.no_grad():
-            a, b = (
-                float(log_odds(member.run(question.ids, mask, [question.position]).log_p[0].double(), 9))
-                for mask in (low, high)
-            )
+        a, b = odds(low), odds(high)
         slope = (b - a) / 2e-4
         assert float(gradient[place]) == pytest.approx(slope, abs=5e-3, rel=2e-2)
         checked += abs(slope) > 1e-3
@@ -165,6 +171,78 @@ def test_changes_that_cannot_be_are_refused_in_words(changes):
     models, _ = alone("llama", gated=True)
     with pytest.raises(ValueError, match="no gate or head"):
         models.touch("sparse", models.question("sparse", PROMPT, 9), changes)
+
+
+def close(a, b):
+    """Two passes, part by part."""
+    assert torch.allclose(a.residual[-1], b.residual[-1], atol=2e-5)
+    for one, other in ((a.residual, b.residual), (a.keys, b.keys), (a.values, b.values)):
+        assert all(torch.allclose(x, y, atol=2e-5) for x, y in zip(one, other, strict=True))
+    assert torch.allclose(a.weights, b.weights, atol=1e-5)
+    assert (a.margins is None) == (b.margins is None)
+    if a.margins is not None:
+        assert torch.allclose(a.margins, b.margins, atol=1e-4)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["dense", "gated"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_pass_that_goes_on_where_an_earlier_one_ended_is_a_whole_pass(family, gated):
+    """Typed on, typed back, another last word, another prompt: whatever is looked up is what is computed."""
+    models, _ = alone(family, gated, gate_bias=1.0)
+    member = models.member("sparse")
+    for text in (PROMPT[:11], PROMPT, PROMPT[:17], f"{PROMPT[:-1]}4 w7", "w9 w9", PROMPT):
+        ids = models.ids("sparse", text)
+        close(member.run(ids), full_pass(member.decoder, member.embed(ids)))
+
+
+@pytest.mark.parametrize("normalise", ["all", "open"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_touched_pass_is_a_whole_pass_with_that_mask(family, normalise):
+    """Lowest layer, last layer, last token alone, a head: what lies below and before is looked up."""
+    models, _ = alone(family, gated=True, gate_bias=2.0, normalise=normalise)
+    member, ids = models.member("sparse"), models.ids("sparse", PROMPT)
+    changes = [Changes(CLOSED), Changes(CLOSED[2:3]), Changes(((0, 1, 5, 3),)), Changes(silenced=((1, 3),)), Changes()]
+    for change in (*changes, Changes(CLOSED, ((0, 0),))):
+        mask = member.mask(len(ids), change)
+        whole = full_pass(member.decoder, member.embed(ids), mask)
+        close(member.without(ids, change), whole)
+
+
+def test_typing_on_computes_new_tokens_alone_and_a_touch_what_lies_above(monkeypatch):
+    models, _ = alone("llama", gated=True, gate_bias=2.0)
+    member, seen = models.member("sparse"), []
+    mlp = member.decoder.mlp
+    monkeypatch.setattr(member.decoder, "mlp", lambda layer, x: (seen.append((layer, x.shape[1])), mlp(layer, x))[1])
+    ids = models.ids("sparse", PROMPT)
+    member.run(ids[:5])
+    member.run(ids)
+    member.run(ids)
+    assert seen == [(0, 5), (1, 5), (0, len(ids) - 5), (1, len(ids) - 5)]
+    seen.clear()
+    member.without(ids, Changes(((1, 2, 7, 0),)))
+    assert seen == [(1, 1)]
+
+
+def test_passes_are_remembered_but_not_all_of_them():
+    models, _ = alone("llama", gated=True)
+    for i in range(30):
+        models.look(f"w{i} w5")
+    assert len(models.member("sparse")._passes) == PASSES
+
+
+def test_models_with_the_same_weights_run_once(run, tmp_path):
+    same = shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(same / "control")
+    shutil.copytree(same / "base", same / "control")
+    models = Models.open(same, print)
+    dense, control, sparse = (models.member(role) for role in ("dense", "control", "sparse"))
+    assert control.decoder is dense.decoder and sparse.decoder is not dense.decoder
+    assert any("control" in note and "once" in note for note in models.notes)
+    ids = dense.words.encode(PROMPT)
+    assert control.run(ids) is dense.run(ids)
+    with torch.no_grad():
+        next(sparse.decoder.model.parameters()).add_(1e-6)
+    assert not same_weights(sparse.decoder.model, Member.load(same / "model").decoder.model), "to the last bit"
 
 
 def test_gradients_are_remembered_but_not_all_of_them():

@@ -16,6 +16,7 @@ from tiny_models import tiny_tokenizer
 
 import sparselens as sl
 from sparselens.live.models import log_odds
+from sparselens.live.passes import full_pass
 from sparselens.live.session import Session
 from sparselens.live.worker import Busy, Cancelled, Worker
 from sparselens.models.loading import load
@@ -83,8 +84,8 @@ def test_a_gate_tells_which_features_opened_it(studio):
 
 
 def test_a_dense_model_has_no_margins(studio):
-    found = studio.ask("look", {"text": PROMPT})["models"]
-    assert "margin" in found["sparse"] and "margin" not in found["dense"]
+    sparse, dense = (studio.ask("maps", {"text": PROMPT, "role": role}) for role in ("sparse", "dense"))
+    assert "margin" in sparse and "margin" not in dense and "weights" in dense
 
 
 # ---- jobs ----
@@ -115,8 +116,7 @@ def test_discover_on_two_typed_sentences(studio, run):
     right, wrong = (tiny_tokenizer().convert_tokens_to_ids(asked[name].strip()) for name in ("answer", "wrong"))
 
     def margin(mask):
-        with torch.no_grad():
-            log_p = member.run(ids, mask).log_p[0]
+        log_p = member.log_p(full_pass(member.decoder, member.embed(ids), mask), [-1])[0].detach()
         return float(log_p[right] - log_p[wrong])
 
     whole, nothing = margin(None), margin(torch.zeros_like(mask))
@@ -182,6 +182,49 @@ def test_questions_are_answered_while_a_job_runs():
         time.sleep(0.01)
     assert job.result == "whole" and worker.finished == 1
     worker.stop()
+
+
+def test_a_quick_question_is_answered_in_the_middle_of_a_slow_one():
+    worker, order, begun = Worker(), [], threading.Event()
+
+    def slow():
+        begun.set()
+        time.sleep(0.2)  # meanwhile both others come in
+        worker.pause()
+        order.append("slow")
+
+    first = worker.ask(slow)
+    begun.wait(5)
+    second = worker.ask(lambda: order.append("another slow one"))
+    third = worker.ask(lambda: order.append("quick"), quick=True)
+    for answer in (first, second, third):
+        answer.result(5)
+    assert order == ["quick", "slow", "another slow one"]
+    worker.stop()
+
+
+def test_typing_on_does_not_wait_for_the_edges_of_what_was_typed(studio, monkeypatch):
+    """Between two blocks of a gradient, the next look is answered."""
+    models, looked = studio.studio.models, []
+    pause, hold = models.pause, threading.Event()
+
+    def slowly():
+        hold.wait(10)
+        pause()
+        looked.append(done.is_set())
+
+    done = threading.Event()
+    monkeypatch.setattr(models, "pause", slowly)
+    edges = threading.Thread(target=studio.ask, args=("effects", question(answer=11)))
+    edges.start()
+    time.sleep(0.2)
+    look = threading.Thread(target=lambda: (studio.ask("look", {"text": PROMPT + " w8"}), done.set()))
+    look.start()
+    time.sleep(0.3)
+    hold.set()
+    look.join(10)
+    edges.join(10)
+    assert done.is_set() and len(looked) >= 2, "the gradient paused, block by block, and went on"
 
 
 def test_too_much_is_refused_not_remembered():

@@ -236,6 +236,7 @@ def test_memory_stays_flat_over_five_hundred_prompts(studio):
             text = " ".join(f"w{rng.randrange(60)}" for _ in range(rng.randint(3, 30)))
             body = {"role": "sparse", "text": text, "answer": rng.randrange(60)}
             studio.ask("look", {"text": text})
+            studio.ask("maps", body)
             studio.ask("effects", body)
             studio.ask("touch", body | {"closed": [[0, 0, 2, 1]]})
 

@@ -115,7 +115,8 @@ def test_below_heads_stands_a_table(drawn, tmp_path):
     curves.draw_figure2(rows, tmp_path, "", "png", 0.9)
     said = [text.get_text() for axis in drawn["figure2-heads.png"].axes[2:] for text in axis.texts]
     at = rows["tasks"]["greater-than"]["models"]["sparse"]["readings"]["heads"]["edges_at"]
-    assert [f"{n:.0f}" for n in at.values()] == said[said.index("sparse") + 1 :][:4] and said.count("ratio") == 2
+    assert [f"{n:.0f}" for n in at.values()] == said[said.index("sparse") + 1 :][:4] and said.count("needs") == 2
+    assert set(said[said.index("needs") + 6 :][:4]) <= {"fewer", "more"}
 
 
 def test_every_subset_of_readings_can_be_drawn(tmp_path):
@@ -249,9 +250,10 @@ def flow_rows(words, layers=6, heads=6):
     return {"base": rows | {"attention": attention}, "sparse": rows | {"attention": attention * (attention > 0.8)}}
 
 
+@pytest.mark.parametrize("layers", [4, 12, 30])
 @pytest.mark.parametrize("words", [WORDS, list("36+28=?????"), [*WORDS, *WORDS], ["a" * 40, "$x$", "b"]], ids=len)
-def test_figure_1_for_words(words, drawn, tmp_path):
-    draw_flow(flow_rows(words), tmp_path / "figure1.png")
+def test_figure_1_for_words(words, layers, drawn, tmp_path):
+    draw_flow(flow_rows(words, layers), tmp_path / "figure1.png")
     (figure,) = drawn.values()
     boxes = [(text.get_text(), box) for text, box in text_boxes(figure) if text.get_text().strip()]
     for (one, a), (other, b) in itertools.combinations(boxes, 2):
@@ -261,6 +263,11 @@ def test_figure_1_for_words(words, drawn, tmp_path):
     )
     lines = [found for axis in figure.axes for found in axis.collections if hasattr(found, "get_segments")]
     assert len({tuple(found.get_colors()[0][:3]) for found in lines}) == 2, "a colour for each model"
+    for axis in figure.axes:
+        (frame,) = (patch.get_window_extent() for patch in axis.patches)
+        for text in axis.texts:
+            box = text.get_window_extent()
+            assert frame.y0 <= box.y0 and box.y1 <= frame.y1 + 1, f"{text.get_text()!r} lies on the frame"
 
 
 def trace_rows(words, says=1):

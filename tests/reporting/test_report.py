@@ -24,6 +24,7 @@ from sparselens.reporting.sections import OUTSIDE, finite, pack_margins, pack_we
 from sparselens.reporting.sections.attention import attention
 from sparselens.reporting.sections.attribution import KINDS, features, one_trace
 from sparselens.reporting.sections.circuits import drawable
+from sparselens.reporting.sections.story import story
 from sparselens.reporting.sections.summary import verdicts
 from sparselens.runs.run import Run, write_json
 from sparselens.serving.serve import make_server, stamp
@@ -333,6 +334,25 @@ def test_a_budget_is_told_in_what_it_counts():
     assert "kept, with 0.7 edges per head and query" in told(False, density=0.01, edges=0.5)
     assert "kept, with" not in told(False, density=0.01, edges=0.9), "within the budget: it is the loss that was missed"
     assert "at most" not in told(True, density=None, edges=None).partition("nats")[2]
+
+
+def test_a_control_that_is_the_base_is_called_that():
+    """Taught by the base alone it is never trained: nothing was compared, and no verdict says so."""
+    row = {"dense_edges": 60, "sparse_edges": 30, "multiplier": 2.0, "low": 1.2, "high": 3.0, "n_prompts": 8}
+    multipliers = {"removed": {"dense": {"0.9": row}, "control": {"0.9": row}}}
+    circuits = {"tasks": [{"name": "ioi", "multipliers": multipliers}], "problems": []}
+    assert "it is the base" in verdict_of("Control", "sentence", kind="kl", control=1.7)
+    assert "no harm" in verdict_of("Control", "sentence", kind="kl", control=1.705), "it was trained after all"
+    assert "no harm" in verdict_of("Control", "sentence", control=1.7)
+    against = "Attention edges of ioi, against the control"
+    assert verdict_of(against, circuits=circuits) == "met"
+    assert verdict_of(against, circuits=circuits, kind="kl", control=1.7) is None
+    rows = {
+        kind: {"kind": kind, "loss": loss, "sequences": 9, "density": 0.1, "kl_to_base": 0.0}
+        for kind, loss in (("base", 1.7), ("control", 1.7), ("sparse", 1.8))
+    }
+    assert "would stay as it is" in story("x", rows, {"loss": "kl"}, None)["sentences"][1]
+    assert "trained alike has 1.700" in story("x", rows, {"loss": "cross-entropy"}, None)["sentences"][1]
 
 
 def test_a_ratio_and_its_interval_point_the_same_way():

@@ -12,6 +12,7 @@ import pytest
 import report_pages
 from report_pages import SECTIONS, needs_browser
 from report_runs import HOSTILE, LONE, make_run
+from safetensors.numpy import load_file
 
 from sparselens.reporting import payload, write_page
 from sparselens.serving.serve import make_server
@@ -251,7 +252,7 @@ def test_it_opens_with_picture_sentences_and_one_number(open_page, page_file, ru
         "0.9"
     ]
     number = page.locator("#one-number")
-    assert number.locator("b").text_content() == f"{row['multiplier']:.1f}×"
+    assert number.locator("b").text_content() == f"{row['multiplier']:.1f}x"
     assert f"n = {row['n_prompts']} prompts" in number.text_content() and "interval" in number.text_content()
     pictures = page.locator("#summary figure")
     assert [pictures.nth(i).locator("h3").text_content() for i in range(2)] == ["Before: dense", "After: sparse"]
@@ -342,3 +343,37 @@ def test_it_fits_every_width(open_page, page_file, wordy_file, width):
         )
         assert len(lines) > 5 and max(lines) <= 2, "numbers stand on one line, pairs of them on two at most"
         watched.clean()
+
+
+def test_every_picture_can_be_saved(open_page, page_file, run):
+    """As SVG and PNG, and its numbers; attention maps with every open pair."""
+    page = open_page(page_file).page
+    page.locator("#attention [data-model=sparse] canvas").first.wait_for()
+    page.locator(".edge-detail .head-maps").first.wait_for()
+    without = page.evaluate(
+        """() => [...document.querySelectorAll("main .plot")]
+          .map((plot) => plot.closest(".edge-detail, .card"))
+          .filter((card) => {
+            const kinds = [...card.querySelectorAll("[data-download]")].map((one) => one.dataset.download);
+            const numbers = kinds.includes("JSON") || kinds.includes("CSV");
+            return !numbers || !kinds.includes("SVG") || !kinds.includes("PNG");
+          })
+          .map((card) => card.textContent.slice(0, 80))"""
+    )
+    assert without == []
+    card = page.locator("#attention [data-model=sparse]")
+
+    def saved(kind, place):
+        with page.expect_download() as found:
+            place.locator(f"[data-download={kind}]").first.click()
+        return Path(found.value.path()).read_bytes()
+
+    told = json.loads(saved("JSON", card))
+    weights = load_file(run / "attention" / "prompt-0.safetensors")["sparse.weights"].astype(np.float32)
+    assert len(told["pairs"]) == int((weights > 0).sum()) and told["model"] == "sparse"
+    for layer, head, query, key, weight, margin in told["pairs"]:
+        assert weight == pytest.approx(float(weights[layer, head, query, key]), abs=2e-5) and margin > 0
+    svg = saved("SVG", card).decode()
+    assert svg.count("<image") == weights.shape[0] * weights.shape[1] and "L0" in svg and "H0" in svg
+    assert saved("PNG", page.locator("#head-detail"))[:4] == b"\x89PNG"
+    assert saved("SVG", page.locator(".edge-detail").first).decode().count("<image") >= 1

@@ -69,7 +69,7 @@ def test_all_of_it_stands_above_the_curves(open_page, page_file, run):
     words = page.locator("#circuits .all-of-it")
     numbers = [row["dense"], row["sparse"]]
     assert [int(text) for text in words.locator("b").all_text_contents()[:2]] == [round(x) for x in numbers]
-    assert words.text_content().endswith("no search involved.") and "55.7× fewer (50.2 to 61.3" in words.text_content()
+    assert words.text_content().endswith("no search involved.") and "55.7x fewer (50.2 to 61.3" in words.text_content()
     assert words.bounding_box()["y"] < page.locator("#circuits .panels").bounding_box()["y"]
 
 

@@ -46,6 +46,7 @@ class Studio:
             source = self._prepare(say) if self._source is None and self._prepare else self._source
             assert source is not None
             self.models = Models.open(source, say)
+            self.models.pause = self.worker.pause
             self.features = Features(self.models)
             if self.run is None and self.models.run is not None:
                 self.session, self.run = Session(self.models.run), self.models.run
@@ -94,6 +95,9 @@ class Studio:
         begun = time.perf_counter()
         found = self.models.look(_text(body, "text"), _numbers(body, "more"), _maybe(body, "position"))
         return found | {"seconds": time.perf_counter() - begun}
+
+    def maps(self, body: Body) -> Any:
+        return self.models.maps(_text(body, "role"), _text(body, "text"), _numbers(body, "more"))
 
     def effects(self, body: Body) -> Any:
         role, question = self._question(body)
@@ -180,7 +184,7 @@ class Studio:
         (loaded, coder) = model(role)
         trace(
             loaded, coder, list(question.ids), question.answer, against=against, names=names, out=folder, say=told,
-            step=self.worker.step, settings=Trace(position=question.position, budget=300, checks=10),
+            step=self.worker.step, settings=Trace(position=question.position, budget=300, checks=10, cuts=20),
         )  # fmt: skip
         return {"folder": folder.name}
 
@@ -203,9 +207,11 @@ class Studio:
 
 
 VERBS: dict[str, Callable[[Studio, Body], Any]] = {
-    "look": Studio.look, "effects": Studio.effects, "active": Studio.active, "opened": Studio.opened,
-    "touch": Studio.touch, "keep": Studio.keep, "remove": Studio.remove, "export": Studio.export,
+    "look": Studio.look, "maps": Studio.maps, "effects": Studio.effects, "active": Studio.active,
+    "opened": Studio.opened, "touch": Studio.touch, "keep": Studio.keep, "remove": Studio.remove,
+    "export": Studio.export,
 }  # fmt: skip
+QUICK = ("look", "maps")  # answered in the middle of slower questions
 JOBS = ("discover", "trace")
 
 

@@ -59,7 +59,7 @@ class Features:
     @torch.no_grad()
     def _direction(self, member: Member, question: Question) -> torch.Tensor:
         """How the normed end of the residual stream moves the answer's log-odds, [d_model]."""
-        log_p = member.run(question.ids, at=[question.position]).log_p[0]
+        log_p = member.log_p(member.run(question.ids), [question.position])[0]
         log_p[question.answer] = -torch.inf
         head: Any = member.decoder.model.get_output_embeddings()  # type: ignore[operator]
         weight: torch.Tensor = head.weight.float()
@@ -98,7 +98,7 @@ class Features:
         done = intervene(graph, scale=nodes, close=changes.closed, ablate=heads)
         assert done.run is not None
         after = done.run.logits(capped=True, at=question.position).float().log_softmax(-1)
-        before = member.run(question.ids, at=[question.position]).log_p[0]
+        before = member.log_p(member.run(question.ids), [question.position])[0]
         alone = intervene(graph, scale=nodes, frozen=True)
         predicted = float((alone.after - alone.before)[0]) + self.models.predicted(role, question, changes)
         told = {"predicted": predicted, "open": None, "next": member.likeliest(after)}

@@ -1,7 +1,8 @@
 """The models of a studio side by side: what each says and looks at, and what changes when something is taken out.
 
-1. One pass through `Decoder.run`, whose weights can be masked: a closed gate carries nothing, and a silenced head has
-   all its gates closed. Where gates renormalise, the open ones share what a closed one had.
+1. One pass whose weights can be masked (passes.py): a closed gate carries nothing, and a silenced head has all its
+   gates closed. The last passes are kept, so that a longer prompt costs its new tokens and a closed gate the blocks
+   above it. Models with the same weights (a control that had nothing to learn) are one, and run once.
 2. What the picture predicts is first order: the gradient of the answer's log-odds, log p - log(1 - p), with respect to
    the mask, summed over what was closed. Log-odds do not saturate where the model is sure, as log p does.
    A scaled feature adds its direct and indirect share in the frozen model (features.py).
@@ -10,7 +11,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,19 +20,21 @@ import torch
 from torch import Tensor
 
 from .. import tasks
-from ..gating import gated_pattern
 from ..models.decoder import Decoder
 from ..models.loading import load, name_of
 from ..reporting.sections import pack_margins, pack_weights
 from ..runs import distributed
 from ..runs.run import Run, about
 from ..tasks.registry import Words, piece
+from .passes import Pass, edge_gradient, full_pass, log_probabilities, longer_pass, touched_pass
 
 MOST_TOKENS = 64  # of a prompt; more would be a wall of edges
 NEXT = 8  # likeliest next tokens
 REMEMBERED = 12  # answers and their gradients
+PASSES = 4  # of one model, remembered: some tens of megabytes each with a prompt of 64 tokens
 Edge = tuple[int, int, int, int]  # layer, head, query, key
 Say = Callable[[str], None]
+Pause = Callable[[], None]
 
 
 class Question(NamedTuple):
@@ -40,14 +43,6 @@ class Question(NamedTuple):
     ids: tuple[int, ...]
     position: int
     answer: int
-
-
-class Ran(NamedTuple):
-    """What one pass gave. Gate margins are -inf where there is no such pair, None where nobody needs them."""
-
-    log_p: Tensor  # [positions asked for, vocabulary]
-    weights: Tensor  # [layer, head, query, key]
-    margins: Tensor | None
 
 
 class Changes(NamedTuple):
@@ -66,6 +61,7 @@ class Member:
     decoder: Decoder
     words: Words
     transcoder: Path | None = None
+    _passes: "OrderedDict[tuple[int, ...], Pass]" = field(default_factory=OrderedDict)
 
     @classmethod
     def load(cls, source: str | Path) -> "Member":
@@ -85,40 +81,37 @@ class Member:
 
     def embed(self, ids: Sequence[int]) -> Tensor:
         """What the first block reads, [1, tokens, d_model]."""
-        if not self.decoder.knows_positions(len(ids)):  # one pass through the model, for all prompts to come
-            self.decoder.begin(torch.zeros(1, self.most_tokens, dtype=torch.long, device=self.device))
+        self._know_positions(len(ids))
         return self.decoder.embed(torch.tensor([list(ids)], device=self.device))
 
-    def run(self, ids: Sequence[int], mask: Tensor | None = None, at: Sequence[int] = (-1,)) -> Ran:
-        """One pass with these edges; the answers are read at the positions `at`."""
-        decoder, seen, margins = self.decoder, list[Tensor](), list[Tensor]()
+    def _know_positions(self, tokens: int) -> None:
+        """One pass through the model, for all prompts to come; a job on shorter sentences makes it forget."""
+        if not self.decoder.knows_positions(tokens):
+            self.decoder.begin(torch.zeros(1, self.most_tokens, dtype=torch.long, device=self.device))
 
-        def heads(layer: int, x: Tensor) -> Tensor:
-            weights, values, margin = self._attend(layer, x)
-            margins.extend([] if margin is None else [margin[0]])
-            if mask is not None:
-                weights = mask[layer] * weights
-                if decoder.gates is not None and decoder.normalise == "open":
-                    total = weights.sum(-1, keepdim=True)
-                    weights = weights / torch.where(total > 0, total, 1.0)
-            seen.append(weights[0].detach())
-            return weights @ values
+    def run(self, ids: Sequence[int]) -> Pass:
+        """A pass over these tokens; as much of it as an earlier one knows is looked up."""
+        ids = tuple(ids)
+        self._know_positions(len(ids))
+        if ids not in self._passes:
+            x = self.embed(ids)
+            same, earlier = max(((_same(ids, known), known) for known in self._passes), default=(0, ()))
+            if same := min(same, len(ids) - 1):
+                self._passes[ids] = longer_pass(self.decoder, self._passes[earlier], x, same)
+            else:
+                self._passes[ids] = full_pass(self.decoder, x)
+            while len(self._passes) > PASSES:
+                self._passes.popitem(last=False)
+        self._passes.move_to_end(ids)
+        return self._passes[ids]
 
-        x = self.embed(ids)
-        for block in decoder.walk(x, heads=heads):
-            x = block.after
-        log_p = decoder.unembed(x[:, list(at)])[0].float().log_softmax(-1)
-        return Ran(log_p, torch.stack(seen), torch.stack(margins) if margins else None)
+    def without(self, ids: Sequence[int], changes: "Changes") -> Pass:
+        """The same with these edges and heads taken out."""
+        return touched_pass(self.decoder, self.run(ids), self.mask(len(ids), changes))
 
-    def _attend(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(what multiplies the values, the values, gate margins where there are gates and no gradient is asked for)."""
-        decoder = self.decoder
-        if decoder.gates is None or torch.is_grad_enabled():
-            return *decoder.attend(layer, x), None
-        y = decoder.read(layer, x)
-        q, k, v = decoder.prepared(layer, *(decoder.project(layer, through, y) for through in "qkv"))
-        pattern, _ = gated_pattern(q, k, decoder.gates[layer], **decoder.looks(layer))
-        return pattern.weights, v, pattern.margin
+    def log_p(self, run: Pass, at: Sequence[int]) -> Tensor:
+        """Log-probabilities of what follows these positions, [positions, vocabulary]."""
+        return log_probabilities(self.decoder, run, at)
 
     def mask(self, tokens: int, changes: Changes) -> Tensor:
         """1 for every edge but these, [layer, head, query, key]; ValueError for one that the model does not have."""
@@ -130,16 +123,12 @@ class Member:
             mask[place] = 0
         return mask
 
-    def gradient(self, question: Question) -> tuple[Tensor, Tensor]:
-        """Log-probabilities [vocabulary], and d log-odds / d mask, [layer, head, query, key], from one pass.
-
-        Closing an edge changes the log-odds by minus this, to first order.
-        """
-        mask = self.mask(len(question.ids), Changes()).requires_grad_()
-        with torch.enable_grad():
-            log_p = self.run(question.ids, mask, [question.position]).log_p[0]
-            (gradient,) = torch.autograd.grad(log_odds(log_p, question.answer), mask)
-        return log_p.detach(), gradient
+    def gradient(self, question: Question, pause: Pause = lambda: None) -> Tensor:
+        """d log-odds / d mask, [layer, head, query, key]: to first order, closing an edge takes this away."""
+        run = self.run(question.ids)
+        return edge_gradient(
+            self.decoder, run, question.position, lambda log_p: log_odds(log_p, question.answer), pause
+        )
 
     def likeliest(self, log_p: Tensor) -> list[dict[str, Any]]:
         best = log_p.topk(min(NEXT, len(log_p)))
@@ -157,7 +146,8 @@ class Models:
     notes: list[str] = field(default_factory=list)
     task: str = ""
     filled: int = 0
-    _asked: "OrderedDict[tuple[str, Question], tuple[Tensor, Tensor]]" = field(default_factory=OrderedDict)
+    pause: Pause = lambda: None  # called in the middle of a gradient, where quicker questions may be answered
+    _asked: "OrderedDict[tuple[int, Question], tuple[Tensor, Tensor]]" = field(default_factory=OrderedDict)
 
     @classmethod
     def open(cls, source: str | Path | Run, say: Say) -> "Models":
@@ -179,6 +169,11 @@ class Models:
                     raise
                 models.notes.append(f"The {role} model is not shown: {error}")
                 continue
+            for other, known in models.members.items():
+                if same_weights(member.decoder.model, known.decoder.model):
+                    member = replace(known, name=member.name)
+                    models.notes.append(f"The {role} model has the very weights of the {other} model: it runs once.")
+                    break
             transcoder = path / "transcoders" / role
             member.transcoder = transcoder if (transcoder / "results.json").is_file() else None
             models.members[role] = member
@@ -231,27 +226,37 @@ class Models:
 
     @torch.no_grad()
     def look(self, text: str, more: Sequence[int] = (), position: int | None = None) -> dict[str, Any]:
-        """What every model says next, and what its heads look at: as in the report, with the next tokens beside."""
+        """What every model says next. What its heads look at: `maps`, which takes longer to send."""
         shown, tokens, at = dict[str, Any](), list[str](), 0
+        known: dict[int, Any] = {}
         for role, member in self.members.items():
             ids = self.ids(role, text, more)
             at = len(ids) - 1 if position is None else self.question(role, text, 0, position, more).position
-            said = range(max(0, len(ids) - max(1, self.filled)), len(ids))
-            log_p, weights, margins = member.run(ids, at=[*said, at])
-            tokens = member.pieces(ids)
-            best = log_p[:-1].max(-1)
-            # As long as the prompt, as in the report; what is said before the answer nobody asked for.
-            before = len(ids) - len(said)
-            shown[role] = {
-                "next": member.likeliest(log_p[-1]), "open": int((weights > 0).sum()),
-                "says": [""] * before + member.pieces(best.indices.tolist()),
-                "probability": [0.0] * before + best.values.exp().tolist(),
-                "weights": pack_weights(_array(weights), 8),
-            }  # fmt: skip
-            if margins is not None:
-                shown[role]["margin"] = pack_margins(_array(margins))
+            if id(member.decoder) not in known:
+                tokens = member.pieces(ids)
+                known[id(member.decoder)] = self._said(member, ids, at)
+            shown[role] = known[id(member.decoder)]
         n = len(tokens)
         return {"text": text, "tokens": tokens, "possible": n * (n + 1) // 2, "position": at, "models": shown}
+
+    def _said(self, member: Member, ids: tuple[int, ...], at: int) -> dict[str, Any]:
+        run = member.run(ids)
+        said = list(range(max(0, len(ids) - max(1, self.filled)), len(ids)))
+        log_p = member.log_p(run, said if said[-1] == at else [*said, at])
+        best = log_p[: len(said)].max(-1)
+        # As long as the prompt, as in the report; what is said before the answer nobody asked for.
+        before = len(ids) - len(said)
+        return {
+            "next": member.likeliest(log_p[-1]), "open": int((run.weights > 0).sum()),
+            "says": [""] * before + member.pieces(best.indices.tolist()),
+            "probability": [0.0] * before + best.values.exp().tolist(),
+        }  # fmt: skip
+
+    def maps(self, role: str, text: str, more: Sequence[int] = ()) -> dict[str, Any]:
+        """Attention weights and gate margins of one model, packed as in the report."""
+        run = self.member(role).run(self.ids(role, text, more))
+        found = {"weights": pack_weights(_array(run.weights), 8)}
+        return found if run.margins is None else found | {"margin": pack_margins(_array(run.margins))}
 
     def effects(self, role: str, question: Question) -> list[list[float]]:
         """What closing each edge should do to the answer's log-odds, largest first: [layer, ..., key, change]."""
@@ -272,19 +277,36 @@ class Models:
         """The answer's log-odds and probability before and after, what was predicted, and what the model says now."""
         member = self.member(role)
         before, _ = self.untouched(role, question)
-        mask = member.mask(len(question.ids), changes)
-        after, weights, _ = member.run(question.ids, mask, [question.position])
-        told = {"predicted": self.predicted(role, question, changes), "open": int((weights > 0).sum())}
-        return answers(before, after[0], question.answer) | told | {"next": member.likeliest(after[0])}
+        run = member.without(question.ids, changes)
+        after = member.log_p(run, [question.position])[0]
+        told = {"predicted": self.predicted(role, question, changes), "open": int((run.weights > 0).sum())}
+        return answers(before, after, question.answer) | told | {"next": member.likeliest(after)}
 
     def untouched(self, role: str, question: Question) -> tuple[Tensor, Tensor]:
-        """As `Member.gradient`; the last few are remembered, so that a touch costs one pass."""
-        if (role, question) not in self._asked:
-            self._asked[role, question] = self.member(role).gradient(question)
+        """Log-probabilities [vocabulary] and their `gradient`; the last few are remembered: a touch costs neither."""
+        member = self.member(role)
+        key = (id(member.decoder), question)
+        if key not in self._asked:
+            with torch.no_grad():
+                log_p = member.log_p(member.run(question.ids), [question.position])[0]
+            self._asked[key] = log_p, member.gradient(question, self.pause)
             while len(self._asked) > REMEMBERED:
                 self._asked.popitem(last=False)
-        self._asked.move_to_end((role, question))
-        return self._asked[role, question]
+        self._asked.move_to_end(key)
+        return self._asked[key]
+
+
+def _same(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two prompts begin with in common."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    """Whether two models are the same to the last bit."""
+    one, other = a.state_dict(), b.state_dict()
+    return one.keys() == other.keys() and all(
+        t.shape == other[name].shape and torch.equal(t, other[name]) for name, t in one.items()
+    )
 
 
 def log_odds(log_p: Tensor, answer: int) -> Tensor:

@@ -9,6 +9,7 @@
 import asyncio
 import hmac
 import json
+import os
 import secrets
 import socket
 import webbrowser
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..runs.run import Run, one_line
-from .app import JOBS, VERBS, Studio
+from .app import JOBS, QUICK, VERBS, Studio
 from .worker import Busy
 
 MOST_BYTES = 64 * 1024
@@ -68,7 +69,7 @@ def make_app(studio: Studio, token: str) -> Any:
         studio.check_ready()
         # A job only begins here, but its question is read by the tokenizer: in the thread that owns the models, too.
         work = studio.start if verb in JOBS else studio.answer
-        answer = studio.worker.ask(lambda: work(verb, body))
+        answer = studio.worker.ask(lambda: work(verb, body), quick=verb in QUICK)
         try:
             with fail_after(ANSWERED):
                 return JSONResponse(await asyncio.wrap_future(answer))
@@ -234,6 +235,9 @@ def studio(
     check_extra()
     if isinstance(run, str | Path):
         _check_named(str(run))
+    # Threads of one computation sleep while they wait for each other, as long as torch is not there yet. Spinning, they
+    # keep the cores from the browser and from each other: with other work beside, a pass took ten times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     at, token = listen(port), secrets.token_urlsafe(24)
     live = Studio(run, prepare)
     address = f"http://127.0.0.1:{at.getsockname()[1]}/{token}/"

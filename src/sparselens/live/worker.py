@@ -1,7 +1,8 @@
-"""One computation at a time: quick questions in a queue, and long jobs that let quick ones through.
+"""One computation at a time: questions in a queue, and long jobs that let questions through.
 
 A job calls `step(done, of)` now and then. There, questions that have come in meanwhile are answered, and a job that was
-cancelled ends. Everything runs in one thread, so models need no locks.
+cancelled ends. A question that takes a while calls `pause()`, where quick ones are answered: whoever types on must not
+wait for the edges of what was typed before. Everything runs in one thread, so models need no locks.
 """
 
 import threading
@@ -14,6 +15,9 @@ from ..runs.run import one_line
 
 MOST_WAITING = 64  # questions; more are refused rather than remembered
 MOST_JOBS = 8
+
+
+Question = tuple[Callable[[], Any], "Future[Any]", bool]  # what to compute, where its answer goes, whether it is quick
 
 
 class Busy(ValueError):
@@ -42,7 +46,7 @@ class Worker:
     """The thread that computes."""
 
     def __init__(self) -> None:
-        self._questions: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._questions: deque[Question] = deque()
         self._jobs: deque[Job] = deque()
         self._news = threading.Condition()
         self._stopping = False
@@ -53,13 +57,16 @@ class Worker:
         self._thread = threading.Thread(target=self._work, name="studio", daemon=True)
         self._thread.start()
 
-    def ask(self, question: Callable[[], Any]) -> Future[Any]:
-        """Its answer, when it is its turn. A future that is cancelled before that is not computed."""
+    def ask(self, question: Callable[[], Any], quick: bool = False) -> Future[Any]:
+        """Its answer, when it is its turn. A future that is cancelled before that is not computed.
+
+        quick: it may be answered in the middle of another question that is not, and calls no `pause` itself.
+        """
         answer: Future[Any] = Future()
         with self._news:
             if len(self._questions) >= MOST_WAITING:
                 raise Busy("too many questions at once; wait a moment")
-            self._questions.append((question, answer))
+            self._questions.append((question, answer, quick))
             self._news.notify()
         return answer
 
@@ -95,15 +102,26 @@ class Worker:
             self._stopping = True
             self._news.notify()
 
+    def pause(self) -> None:
+        """Called by a question that takes a while."""
+        with self._news:
+            quick = [one for one in self._questions if one[2]]
+            for one in quick:
+                self._questions.remove(one)
+        for question, answer, _ in quick:
+            self._answer(question, answer)
+
     def _answer_all(self) -> None:
         while self._questions:
-            question, answer = self._questions.popleft()
-            if not answer.set_running_or_notify_cancel():
-                continue
-            try:
-                answer.set_result(question())
-            except BaseException as error:  # whoever asked hears it; this thread goes on
-                answer.set_exception(error)
+            self._answer(*self._questions.popleft()[:2])
+
+    def _answer(self, question: Callable[[], Any], answer: Future[Any]) -> None:
+        if not answer.set_running_or_notify_cancel():
+            return
+        try:
+            answer.set_result(question())
+        except BaseException as error:  # whoever asked hears it; this thread goes on
+            answer.set_exception(error)
 
     def _work(self) -> None:
         while not self._stopping:

@@ -192,8 +192,13 @@ class Decoder:
         q, k, v = self.prepared(layer, *(self.project(layer, through, y) for through in "qkv"))
         return self._weights(layer, q, k, None if self.gates is None else self.gates[layer]), v
 
-    def prepared(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values as attention uses them: clipped, normed, rotated, where the family does so."""
+    def prepared(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, at: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as attention uses them: clipped, normed, rotated, where the family does so.
+
+        at: as in `rotate`.
+        """
         p = self.parts[layer]
         if p.clip is not None:
             q, k, v = (t.clamp(-p.clip, p.clip) for t in (q, k, v))
@@ -202,7 +207,7 @@ class Decoder:
                 q, k = self._wide(p.query_norm, q, 1), self._wide(p.key_norm, k, self.group)
             else:
                 q, k = p.query_norm(q), p.key_norm(k)
-        return *self.rotate(layer, q, k), v
+        return *self.rotate(layer, q, k, at), v
 
     def _weights(self, layer: int, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
         """What multiplies the values; gates (bias given) count as constants."""
@@ -250,7 +255,7 @@ class Decoder:
     def write(self, layer: int, z: Tensor) -> Tensor:
         """What attention as a whole adds to the residual stream, [batch, tokens, d_model]."""
         weight, bias = self.parts[layer].output
-        out = torch.einsum("bhte,hed->btd", z, weight)
+        out = z.transpose(1, 2).flatten(2) @ weight.flatten(0, 1)  # einsum would copy the weight
         if bias is not None:
             out = out + bias
         post = self.parts[layer].attention_post
@@ -268,15 +273,17 @@ class Decoder:
         return self.mix(layer, *(self.project(layer, through, y) for through in "qkv"))
 
     def walk(
-        self, x: Tensor, heads: Step | None = None, write: Step | None = None, mlp: Step | None = None
+        self, x: Tensor, heads: Step | None = None, write: Step | None = None, mlp: Step | None = None, first: int = 0
     ) -> Iterator[BlockValues]:
-        """The forward pass, block by block, from the embeddings x. Parts given here take the place of the model's own.
+        """The forward pass, block by block, from the embeddings x (or from what enters the block `first`).
+
+        Parts given here take the place of the model's own:
 
         heads(layer, residual stream) -> z; write(layer, z) -> what attention adds; mlp(layer, what it reads) -> what it
         adds. Whoever brings them chooses the shapes.
         """
         heads, write, mlp = heads or self.heads, write or self.write, mlp or self.mlp
-        for layer in range(self.dims.n_layers):
+        for layer in range(first, self.dims.n_layers):
             z = heads(layer, x)
             after = x + write(layer, z)
             mlp_in = x if self.components.parallel else after

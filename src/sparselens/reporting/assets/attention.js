@@ -4,6 +4,7 @@ import { dropdown, element, emptyNotice, headName, heading, how, number, segment
 import { asked, remember } from "./address.js";
 import { ROLE_NAMES } from "./data.js";
 import { HeadGrid, loadMaps } from "./maps.js";
+import { mapDownloads } from "./saved_maps.js";
 import { Lens, tokenStrip, visible } from "./token_reads.js";
 import { HeadMap, pairFacts, strongestPairs } from "./head.js";
 import { Flow, FLOW_TOKENS } from "./flow.js";
@@ -175,7 +176,17 @@ class Explorer {
           "div",
           { class: "triple" },
           this.large.map((map, i) =>
-            element("div", {}, element("p", {}, swatch(wanted[i], ROLE_NAMES[wanted[i]])), map.box),
+            element(
+              "div",
+              {},
+              element(
+                "div",
+                { class: "card-head" },
+                swatch(wanted[i], ROLE_NAMES[wanted[i]]),
+                mapDownloads(`head-${wanted[i]}`, () => ({ maps: map.maps, view: map.view, head: [map.layer, map.head] })),
+              ),
+              map.box,
+            ),
           ),
           element("div", { class: "stack" }, this.facts, this.table),
         ),
@@ -208,6 +219,10 @@ class Explorer {
     return model.says.slice(-(this.rows.filled || 1));
   }
 
+  mapsOf(role) {
+    return this.models.find((maps) => maps.role === role);
+  }
+
   modelHead(role, prompt) {
     const model = prompt.models[role];
     const answer = this.answer(model).join("");
@@ -219,6 +234,7 @@ class Explorer {
         { class: "card-head" },
         element("h3", {}, swatch(role, ROLE_NAMES[role])),
         element("span", { class: "note" }, `${number(model.open)} edges with weight`),
+        mapDownloads(`attention-${role}`, () => ({ maps: this.mapsOf(role), view: this.view, head: null })),
       ),
       element(
         "p",

@@ -1,6 +1,7 @@
 // Edges cut one by one: what the picture predicted, at the uncut model and along the cut, against what happened.
 
 import { element, number, percent } from "./dom.js";
+import { downloads } from "./download.js";
 import { keepDrawn, palette } from "./palette.js";
 import { Scene, toSvg } from "./scene.js";
 import { scale } from "./axes.js";
@@ -29,6 +30,11 @@ export function cutPlot(trace) {
       { class: "card-head" },
       element("h3", {}, "Cutting it does what the picture says"),
       element("span", { class: good(cut) ? "note" : "note missed" }, good(cut) ? "✓ " : "✕ ", figures(cut)),
+        downloads(`cuts-${trace.role}`, {
+          scene: () => cutScene(points, 640),
+          json: () => points,
+          csv: () => [Object.keys(points[0]), ...points.map((point) => Object.values(point))],
+        }),
     ),
     plot,
     element(

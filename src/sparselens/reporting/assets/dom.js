@@ -64,11 +64,11 @@ const ratio = (value) => (value >= 99.95 ? whole.format(value) : value < 0.095 ?
 const turned = ({ multiplier, low, high }) =>
   multiplier >= 1 ? [multiplier, low, high, "fewer"] : [1 / multiplier, 1 / high, 1 / low, "more"];
 
-/** {multiplier, low, high} -> "2.2× fewer (1.9 to 2.5)", "1.9× more (1.2 to 2.4)": what the sparse model needs. */
+/** {multiplier, low, high} -> "2.2x fewer (1.9 to 2.5)", "1.9x more (1.2 to 2.4)": what the sparse model needs. */
 export function fewer(row, interval = true) {
   if (!(row.multiplier > 0)) return "–"; // not measured
   const [value, , , word] = turned(row);
-  return `${ratio(value)}× ${word}${interval ? ` (${fewer.interval(row)})` : ""}`;
+  return `${ratio(value)}x ${word}${interval ? ` (${fewer.interval(row)})` : ""}`;
 }
 fewer.interval = (row) => `${ratio(turned(row)[1])} to ${ratio(turned(row)[2])}`;
 

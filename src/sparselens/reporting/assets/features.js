@@ -14,7 +14,7 @@ section("features", (place, run) => {
   );
   const { cards, sets } = run.features?.cards ? run.features : { cards: {}, sets: [] };
   const groups = [
-    ...Object.entries(cards).map(([name, found]) => ({ name: `of ${name}`, cards: found, traced: true })),
+    ...Object.entries(cards).map(([name, found]) => ({ name: whose(name, run.attribution), cards: found, traced: true })),
     ...sets.map(({ name, about, cards: found }) => ({ name: `of ${name}`, cards: found, about })),
   ].filter((group) => Object.keys(group.cards).length);
   if (!groups.length) {
@@ -31,6 +31,12 @@ section("features", (place, run) => {
     search(groups),
   );
 });
+
+/** Which model's features a trace shows; several traces keep their names. */
+function whose(name, traces) {
+  const role = traces?.find((trace) => trace.name === name)?.role;
+  return role ? `of the ${role} model${traces.length > 2 ? ` (${name})` : ""}` : `of ${name}`;
+}
 
 /** A box to search in, what was found, and the card of the chosen one. */
 function search(groups) {
@@ -63,7 +69,7 @@ function search(groups) {
           "button",
           { type: "button", class: "feature-row detail", "data-feature": name, on: { click: () => openCard(card, group.cards) } },
           element("b", {}, labelOf(card)),
-          element("small", {}, `${name} ${groups.length > 1 ? group.name : ""} · ${percent(card.share, 2)} of the tokens`),
+          element("small", {}, `${name}${groups.length > 1 ? ` ${group.name}` : ""} · on ${percent(card.share, 2)} of the tokens`),
         ),
       ),
     );

@@ -4,7 +4,7 @@ import { element, number } from "./dom.js";
 import { keepDrawn, palette } from "./palette.js";
 import { fit, paint, Scene } from "./scene.js";
 import { downloads } from "./download.js";
-import { tokenLabel } from "./token_reads.js";
+import { crowded, tokenLabel } from "./token_reads.js";
 
 export const FLOW_TOKENS = 16;
 const FLOW_COLUMNS = ["layer", "query", "key", "weight"]; // of a line
@@ -62,12 +62,15 @@ export class Flow {
     const colours = palette();
     const { layers, size, tokens } = this.maps ?? { layers: 1, size: 1, tokens: [""] };
     const rise = Math.max(20, Math.min(56, 300 / layers));
-    this.height = layers * rise + 92;
     this.left = 58;
     this.step = (width - this.left - 22) / Math.max(size - 1, 1);
+    const answers = (this.answer ?? []).filter((token) => token !== null);
+    const upright = !crowded([...tokens, ...answers], this.step);
+    const room = upright ? 46 : 64; // below and above
+    this.height = layers * rise + 2 * room;
     const scene = new Scene(width, this.height);
     const x = (position) => this.left + position * this.step;
-    const y = (level) => this.height - 46 - level * rise;
+    const y = (level) => this.height - room - level * rise;
     for (let position = 0; position < size; position++)
       scene.line(x(position), y(0), x(position), y(layers), { stroke: colours.line, dash: [1, 3] });
     for (const [layer, query, key, weight] of this.links ?? []) {
@@ -88,10 +91,10 @@ export class Flow {
         scene.text(this.left - 14, y(level) + 4, `layer ${level - 1}`, { fill: colours.soft, size: 11, anchor: "end" });
     }
     tokens.forEach((token, i) =>
-      tokenLabel(scene, x(i), y(0) + 20, token, this.step, i === this.token ? colours.mark : colours.ink),
+      tokenLabel(scene, x(i), y(0) + 20, token, { upright, fill: i === this.token ? colours.mark : colours.ink }),
     );
     this.answer?.forEach(
-      (token, i) => token !== null && tokenLabel(scene, x(i), y(layers) - 14, token, this.step, colours.ink),
+      (token, i) => token !== null && tokenLabel(scene, x(i), y(layers) - 14, token, { upright: upright || answers.length === 1, above: true, fill: colours.ink }),
     );
     return scene;
   }

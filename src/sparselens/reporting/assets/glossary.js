@@ -13,6 +13,12 @@ const TERMS = {
   circuit: "The few edges that alone do most of what the model does for a task.",
   "steering slice": "The small part of held-out text that decided when to open or close more gates.",
   density: "The share of attention edges that are open.",
+  ioi: "A task. “When Mary and John went to the store, John gave a drink to”: Mary. IOI: indirect object identification.",
+  "ioi-long": "The task ioi with more sentences in between.",
+  "greater-than": "A task. “The war lasted from 1732 to 17”: a number above 32.",
+  docstring: "A task: the next argument in the documentation of a Python function.",
+  antonym: "A task. “The opposite of large is”: small.",
+  induction: "A task: words that came before come again, in the same order.",
   "95\u00a0% interval": "Where the number would lie with other prompts, 95 times in 100.",
 };
 const FIND = new RegExp(`\\b(${Object.keys(TERMS).sort((a, b) => b.length - a.length).join("|")})\\b`, "g");

@@ -93,6 +93,7 @@ export class HeadMap {
       context.fillStyle = this.pair?.[0] === i ? colours.mark : colours.soft;
       context.textAlign = "right";
       context.fillText(short, this.left - 6, 2 + (this.maps.size - 0.5 - i) * this.unit);
+      if (this.unit < 9 && this.pair?.[1] !== i) return; // they would lie on each other; the same words stand on the left
       context.fillStyle = this.pair?.[1] === i ? colours.mark : colours.soft;
       context.save();
       context.translate(this.left + (i + 0.5) * this.unit, side + 10);

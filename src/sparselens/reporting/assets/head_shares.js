@@ -4,6 +4,7 @@ import { element, headName, number, percent, table } from "./dom.js";
 import { keepDrawn, palette } from "./palette.js";
 import { fit } from "./scene.js";
 import { atlas } from "./maps.js";
+import { mapDownloads } from "./saved_maps.js";
 import { withFaces } from "./features.js";
 
 const MOST_MAPS = 60;
@@ -28,7 +29,12 @@ export function edgeDetail(trace, edge, maps, onLook) {
   return element(
     "div",
     { class: "stack edge-detail" },
-    element("h3", {}, source.name, " → ", target.name),
+    element(
+      "div",
+      { class: "card-head" },
+      element("h3", {}, source.name, " → ", target.name),
+      maps && edge.heads.length ? mapDownloads(`heads-${source.name}-${target.name}`, () => ({ maps, view: "weights", some: carriers(edge) })) : null,
+    ),
     element(
       "dl",
       { class: "facts" },
@@ -63,6 +69,11 @@ export function edgeDetail(trace, edge, maps, onLook) {
     linkTable(trace, edge, onLook),
   );
 }
+
+const carriers = (edge) => ({
+  heads: edge.heads.slice(0, MOST_MAPS).map(({ layer, head }) => [layer, head]),
+  marks: [...edge.arrival, ...edge.departure],
+});
 
 /** Whether any share that is shown lies outside of what shares usually do. */
 function beyond(edge, main) {

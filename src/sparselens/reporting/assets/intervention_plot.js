@@ -1,6 +1,7 @@
 // Interventions: what was predicted when a source is removed, and what happened in the real model.
 
 import { element, number, table } from "./dom.js";
+import { downloads } from "./download.js";
 import { keepDrawn, palette } from "./palette.js";
 import { Scene, toSvg } from "./scene.js";
 import { scale } from "./axes.js";
@@ -46,6 +47,11 @@ export function checkPlot(trace) {
       { class: "card-head" },
       element("h3", {}, "Predicted against measured"),
       element("span", { class: "note" }, words.filter(Boolean).join("; ")),
+      downloads(`interventions-${trace.role}`, {
+        scene: () => checkScene(points, 640),
+        json: () => points,
+        csv: () => [Object.keys(points[0]), ...points.map((point) => Object.values(point))],
+      }),
     ),
     plot,
     element(

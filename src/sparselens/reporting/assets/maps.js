@@ -160,7 +160,7 @@ export class HeadGrid {
       const y = (layers - 1 - layer) * this.cell;
       context.fillStyle = this.theme.soft;
       context.textAlign = "right";
-      if (this.cell > 11 || layer % 2 === 0) context.fillText(layer, LABEL - 6, y + this.cell / 2);
+      if (this.cell > 11 || layer % 2 === 0) context.fillText(`L${layer}`, LABEL - 6, y + this.cell / 2);
       for (let head = 0; head < heads; head++) {
         const x = LABEL + head * this.cell;
         context.fillStyle = this.theme.well;
@@ -175,7 +175,7 @@ export class HeadGrid {
     context.fillStyle = this.theme.soft;
     context.textAlign = "center";
     for (let head = 0; head < heads; head++)
-      context.fillText(head, LABEL + (head + 0.5) * this.cell, this.cell * layers + 11);
+      context.fillText(this.cell > 22 ? `H${head}` : head, LABEL + (head + 0.5) * this.cell, this.cell * layers + 11);
     this.clean = null;
     this.overlay();
   }

@@ -31,6 +31,10 @@ export class Scene {
   rect(x, y, width, height, style) {
     return this.add("rect", { x, y, width, height, ...style });
   }
+  /** Pixels, kept as they are however large they are drawn. */
+  image(x, y, width, height, canvas) {
+    return this.add("image", { x, y, width, height, canvas });
+  }
   text(x, y, text, style) {
     return this.add("text", { x, y, text: String(text), ...style });
   }
@@ -96,7 +100,11 @@ export function toSvg(scene, label) {
           ...common,
         }),
       );
-    else if (s.kind === "path") root.append(svgElement("path", { d: pathData(s.points, s.close), ...common }));
+    else if (s.kind === "image") {
+      const [x, y, width, height] = [s.x, s.y, s.width, s.height].map(rounded);
+      const href = s.canvas.toDataURL();
+      root.append(svgElement("image", { x, y, width, height, href, "image-rendering": "pixelated" }));
+    } else if (s.kind === "path") root.append(svgElement("path", { d: pathData(s.points, s.close), ...common }));
     else if (s.kind === "circle")
       root.append(svgElement("circle", { cx: rounded(s.x), cy: rounded(s.y), r: rounded(s.r), ...common }));
     else if (s.kind === "rect")
@@ -151,6 +159,11 @@ export function paint(scene, context) {
       if (s.rotate) context.rotate((s.rotate * Math.PI) / 180);
       context.fillText(s.text, 0, 0);
       context.restore();
+      continue;
+    }
+    if (s.kind === "image") {
+      context.imageSmoothingEnabled = false;
+      context.drawImage(s.canvas, s.x, s.y, s.width, s.height);
       continue;
     }
     context.beginPath();

@@ -2,7 +2,7 @@
 
 import { element, number, percent, table } from "./dom.js";
 import { ROLE_NAMES } from "./data.js";
-import { changesInWords } from "./studio_state.js";
+import { changesInWords, wordAt } from "./studio_state.js";
 
 const signed = (value) => (value > 0 ? `+${number(value)}` : number(value));
 
@@ -53,8 +53,8 @@ export function circuitCard(row) {
     .slice(0, 24)
     .map(([layer, head, query, key, share]) => [
       `L${layer}.H${head}`,
-      `“${row.tokens[query]}” (${query})`,
-      `“${row.tokens[key]}” (${key})`,
+      wordAt(row.tokens, query),
+      wordAt(row.tokens, key),
       signed(share),
     ]);
   return [
@@ -62,7 +62,7 @@ export function circuitCard(row) {
     element(
       "p",
       {},
-      `${name} model: ${number(row.n_edges)} of ${number(row.n_possible)} attention edges alone keep ${percent(row.effect)} of what attention does for “${[row.answer].flat().join("” or “")}” on this one prompt, the others removed.`,
+      `${name} model: ${number(row.n_edges)} of ${number(row.n_possible)} attention edges alone keep ${percent(row.effect)} of what attention does for “${[row.answer].flat().map((text) => text.trim()).join("” or “")}” on this one prompt, the others removed.`,
     ),
     element(
       "details",

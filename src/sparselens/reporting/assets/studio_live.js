@@ -7,9 +7,10 @@ import { HeadGrid, loadMaps } from "./maps.js";
 import { HeadMap } from "./head.js";
 import { Lens, tokenStrip, visible } from "./token_reads.js";
 import { EdgeField } from "./studio_edges.js";
+import { mapDownloads } from "./saved_maps.js";
 import { keptList } from "./studio_kept.js";
 import {
-  changesInWords, countChanges, hasChange, readAddress, scaledBy, toggled, untouched, writeAddress,
+  changesInWords, countChanges, hasChange, readAddress, scaledBy, toggled, untouched, wordAt, writeAddress,
 } from "./studio_state.js";
 
 const PAUSE = 180; // ms without a key before a prompt is asked
@@ -33,6 +34,7 @@ export class LiveStudio {
     this.body = element("div", { class: "stack" });
     place.append(this.status, this.body);
     this.asked = {};
+    this.busy = 0; // things asked and not yet answered
     this.poll();
   }
 
@@ -131,7 +133,12 @@ export class LiveStudio {
       element(
         "div",
         { class: "card stack" },
-        element("h3", {}, "Every head, and who reads whom"),
+        element(
+          "div",
+          { class: "card-head" },
+          element("h3", {}, "Every head, and who reads whom"),
+          mapDownloads("studio-heads", () => ({ maps: this.maps, view: "weights", head: null })),
+        ),
         this.strip,
         this.lens.box,
         element("div", { class: "pair loose" }, this.grid.box, element("div", {}, this.map.box, this.mapNote)),
@@ -234,10 +241,13 @@ export class LiveStudio {
   async attempt(kind, work) {
     const number = (this.asked[kind] = (this.asked[kind] ?? 0) + 1);
     const current = () => number === this.asked[kind];
+    this.status.dataset.busy = this.busy += 1;
     try {
       await work(current);
     } catch (error) {
       if (current()) this.say(error.message, true);
+    } finally {
+      this.status.dataset.busy = this.busy -= 1;
     }
   }
 
@@ -253,23 +263,40 @@ export class LiveStudio {
         this.state.answer = prompt.models[role].next[0];
         writeAddress(this.state);
       }
-      this.maps = await loadMaps(this.models[role], prompt, role);
-      if (!current()) return;
-      this.grid.role = this.map.role = this.lens.role = role;
+      if (this.about() !== this.shown) {
+        this.active = null; // features and reasons were of another question
+        this.why.replaceChildren();
+      }
+      this.shown = null;
       this.showAnswers();
-      this.showPrompt();
       const took = Math.round(performance.now() - begun);
       this.say(`Answered in ${took} ms.`);
       this.status.dataset.look = took;
+      // Answers first; what the heads look at, and which edges matter, follow.
+      Object.assign(prompt.models[role], await ask("maps", { role, text, more }));
+      if (!current()) return;
+      const maps = await loadMaps(this.models[role], prompt, role);
+      if (!current()) return;
+      this.maps = maps;
+      this.grid.role = this.map.role = this.lens.role = role;
+      this.showPrompt();
       this.edges = [];
       const { edges } = await ask("effects", this.question());
       if (!current()) return;
       this.edges = edges;
+      this.shown = this.about();
       await this.showTouched(current);
     });
   }
 
+  /** What is asked, changes aside. */
+  about() {
+    const { role, text, more, position, answer } = this.state;
+    return JSON.stringify([role, text, more, position, answer?.id]);
+  }
+
   refresh() {
+    if (this.shown !== this.about()) return this.look(); // its maps and edges are still to come
     return this.attempt("prompt", (current) => this.showTouched(current));
   }
 
@@ -345,7 +372,7 @@ export class LiveStudio {
     this.map.show(this.maps, "weights", ...this.head, [query, key]);
     const margin = this.maps.margin(...edge);
     this.mapNote.replaceChildren(
-      element("p", { class: "note" }, `L${edge[0]}.H${edge[1]}: “${this.prompt.tokens[query]}” reads “${this.prompt.tokens[key]}”, weight ${number(this.maps.weight(...edge))}${margin === null ? "" : `, gate margin ${signedNumber(margin)}`}. `, this.closeButton(edge), " ", this.silenceButton(edge[0], edge[1]), " ", this.whyButton(edge)),
+      element("p", { class: "note" }, `L${edge[0]}.H${edge[1]}: ${wordAt(this.prompt.tokens, query)} reads ${wordAt(this.prompt.tokens, key)}, weight ${number(this.maps.weight(...edge))}${margin === null ? "" : `, gate margin ${signedNumber(margin)}`}. `, this.closeButton(edge), " ", this.silenceButton(edge[0], edge[1]), " ", this.whyButton(edge)),
     );
   }
   closeButton(edge) {
@@ -368,7 +395,7 @@ export class LiveStudio {
         ? element(
             "p",
             { class: "big" },
-            `P(“${answer.text.trim()}”): ${percent(found.p_before)} → `,
+            `Probability of “${answer.text.trim()}”: ${percent(found.p_before)} → `,
             element("span", { id: "p-after", "data-p": found.p_after }, percent(found.p_after)),
           )
         : element("p", { class: "note" }, `Edges that matter most to “${(answer.text ?? "").trim()}”. Nothing is changed yet.`),
@@ -418,7 +445,7 @@ export class LiveStudio {
       const place = edge.slice(0, 4);
       const [layer, head, query, key, effect] = edge;
       return [
-        `L${layer}.H${head}`, `“${tokens[query]}” (${query})`, `“${tokens[key]}” (${key})`, number(this.maps.weight(...place)),
+        `L${layer}.H${head}`, wordAt(tokens, query), wordAt(tokens, key), number(this.maps.weight(...place)),
         signedNumber(effect), element("span", {}, this.closeButton(place), " ", this.whyButton(place)),
       ];
     });
@@ -429,7 +456,6 @@ export class LiveStudio {
       const [layer, head] = name.split(".").map(Number);
       return [`L${layer}.H${head}`, signedNumber(effect), this.silenceButton(layer, head)];
     });
-    this.featureBox ??= element("div", {});
     this.tables.replaceChildren(
       element("div", { class: "card" }, element("div", { class: "card-head" }, element("h3", {}, "Edges"), this.saved()), element("div", { class: "scroll tall", tabindex: "0", role: "region", "aria-label": "Edges" }, table(["head", "reads at", "from", "weight", "if closed, nats", ""], rows))),
       element(
@@ -437,9 +463,15 @@ export class LiveStudio {
         { class: "card stack" },
         element("h3", {}, "Heads"),
         element("div", { class: "scroll" }, table(["head", "if silenced, nats", ""], headRows)),
-        this.models[this.state.role].features ? button("Show features", () => this.showFeatures(), { id: "show-features" }) : null,
-        this.featureBox,
       ),
+      this.models[this.state.role].features
+        ? element(
+            "div",
+            { class: "card stack wide" },
+            element("h3", {}, "Features"),
+            this.active ? this.featureTable() : button("Show features", () => this.showFeatures(), { id: "show-features" }),
+          )
+        : "",
     );
   }
 
@@ -448,6 +480,7 @@ export class LiveStudio {
     const columns = ["layer", "head", "query", "key", "if_closed_nats", "weight"];
     const rows = () => this.edges.map((edge) => [...edge, this.maps.weight(...edge.slice(0, 4))]);
     return downloads("studio-edges", {
+      scene: () => this.field.scene(this.field.plot.view.width),
       json: () => ({ ...this.state, tokens: this.prompt.tokens, measured: this.touched, columns, edges: rows() }),
       csv: () => [columns, ...rows()],
     });
@@ -457,15 +490,26 @@ export class LiveStudio {
     return this.attempt("features", async (current) => {
       const { features } = await ask("active", this.question());
       if (!current()) return;
-      const factors = [1, 0, 0.5, 2, -1].map((factor) => [String(factor), `× ${factor}`]);
-      const rows = features.slice(0, 20).map((f) => {
-        const place = [f.layer, f.position, f.feature];
-        const now = this.state.scaled.find((other) => String(other.slice(0, 3)) === String(place))?.[3] ?? 1;
-        const choice = element("select", { "aria-label": `Scale ${f.label}`, "data-feature": place.join("."), on: { change: () => { this.set(scaledBy(this.state, place, Number(choice.value))); this.refresh(); } } }, factors.map(([value, text]) => element("option", { value, selected: Number(value) === now }, text)));
-        return [f.label, number(f.activation), signedNumber(f.share), choice];
-      });
-      this.featureBox.replaceChildren(element("div", { class: "scroll tall wrap", tabindex: "0", role: "region", "aria-label": "Features" }, table(["feature", "activation", "share, nats", "scale"], rows)));
+      this.active = features;
+      this.showTables();
     });
+  }
+
+  /** Those active on this prompt that push the answer most; each can be scaled. */
+  featureTable() {
+    const factors = [1, 0, 0.5, 2, -1].map((factor) => [String(factor), `times ${factor}`]);
+    const rows = this.active.slice(0, 20).map((f) => {
+      const place = [f.layer, f.position, f.feature];
+      const now = this.state.scaled.find((other) => String(other.slice(0, 3)) === String(place))?.[3] ?? 1;
+      const scaled = () => {
+        this.set(scaledBy(this.state, place, Number(choice.value)));
+        this.refresh();
+      };
+      const choice = element("select", { "aria-label": `Scale ${f.label}`, "data-feature": place.join("."), on: { change: scaled } }, factors.map(([value, text]) => element("option", { value, selected: Number(value) === now }, text)));
+      return [f.label, number(f.activation), signedNumber(f.share), choice];
+    });
+    const name = { tabindex: "0", role: "region", "aria-label": "Features" };
+    return element("div", { class: "scroll tall wrap", ...name }, table(["feature", "activation", "share, nats", "scale"], rows));
   }
 
   explain(edge) {
@@ -477,7 +521,7 @@ export class LiveStudio {
         element(
           "div",
           { class: "card" },
-          element("h3", {}, `Why L${edge[0]}.H${edge[1]} reads “${this.prompt.tokens[edge[3]]}” at “${this.prompt.tokens[edge[2]]}”`),
+          element("h3", {}, `Why L${edge[0]}.H${edge[1]} reads ${wordAt(this.prompt.tokens, edge[3])} at ${wordAt(this.prompt.tokens, edge[2])}`),
           element("p", {}, `Attention logit ${signedNumber(found.logit)}.${gate}`),
           found.closing.length ? element("p", { class: "note" }, `Without any one of these the gate would close: ${found.closing.map((row) => row.label).join("; ")}.`) : null,
           element("div", { class: "scroll wrap" }, table(["query side", "key side", "term"], [...found.terms.map((t) => [t.query, t.key, signedNumber(t.term)]), ["all other pairs", "", signedNumber(found.rest)]])),
@@ -504,6 +548,7 @@ export class LiveStudio {
   }
   export() {
     return this.attempt("export", async () => {
+      this.say("Writing the report …");
       const { folder, file } = await ask("export", {});
       this.say(`Written: ${folder}/${file}. It opens from disk, offline.`);
     });
@@ -522,7 +567,7 @@ export class LiveStudio {
         element(
           "div",
           { class: "job", "data-job": job.number, "data-state": job.state },
-          element("p", {}, `${job.kind}: ${job.state} `, job.of && job.state === "running" ? `${job.done} of ${job.of} ` : "", job.message, " ", ["waiting", "running"].includes(job.state) ? button("Cancel", () => this.attempt("cancel", () => ask("cancel", { number: job.number })), { "data-cancel": job.number }) : null),
+          element("p", {}, `${job.kind}: ${job.state} `, job.of && job.state === "running" ? `${job.done} of ${job.of} ` : "", ["running", "failed"].includes(job.state) ? job.message : "", " ", ["waiting", "running"].includes(job.state) ? button("Cancel", () => this.attempt("cancel", () => ask("cancel", { number: job.number })), { "data-cancel": job.number }) : null),
           job.state === "running" ? element("progress", { max: job.of || 1, value: job.done, "aria-label": job.kind }) : null,
           job.state === "done" && job.kind === "discover" ? element("p", {}, `${number(job.result.n_edges)} edges: kept below.`) : null,
           job.state === "done" && job.kind === "trace" ? element("p", {}, "The trace has joined the page. ", button("Show it", () => { location.hash = "#attribution"; location.reload(); })) : null,

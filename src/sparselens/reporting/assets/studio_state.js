@@ -48,9 +48,12 @@ export const hasChange = (state, kind, place) => state[kind].some((other) => sam
 export const untouched = (state) => ({ ...state, closed: [], silenced: [], scaled: [] });
 export const countChanges = (state) => state.closed.length + state.silenced.length + state.scaled.length;
 
+/** A word of the prompt and its place: “ball” (13). */
+export const wordAt = (tokens, i) => `“${(tokens[i] ?? "").trim() || "␣"}” (${i})`;
+
 /** Every change in words. tokens: the prompt's. */
 export function changesInWords(state, tokens) {
-  const at = (i) => `“${(tokens[i] ?? "").trim() || "␣"}” (${i})`;
+  const at = (i) => wordAt(tokens, i);
   return [
     ...state.closed.map((p) => ["closed", p, `gate L${p[0]}.H${p[1]}, ${at(p[2])} no longer reads ${at(p[3])}`]),
     ...state.silenced.map((p) => ["silenced", p, `head L${p[0]}.H${p[1]} silenced`]),

@@ -5,6 +5,7 @@ import { ROLE_NAMES } from "./data.js";
 import { Flow, FLOW_TOKENS } from "./flow.js";
 import { withTerms } from "./glossary.js";
 import { HeadGrid, loadMaps } from "./maps.js";
+import { mapDownloads } from "./saved_maps.js";
 import { section } from "./sections.js";
 
 const STATES = { met: ["✓", "met"], care: ["!", "look twice"], missed: ["✕", "not met"], open: ["–", "open"] };
@@ -41,9 +42,9 @@ function story({ sentences, number: one }) {
       ? element(
           "p",
           { class: "one-number", id: "one-number" },
-          element("b", {}, one.value.replace("x", "×")),
-          element("span", {}, one.what),
-          element("small", {}, one.spread),
+          element("b", {}, one.value),
+          element("span", {}, withTerms(one.what)),
+          element("small", {}, withTerms(one.spread)),
         )
       : null,
     element(
@@ -73,7 +74,8 @@ async function beforeAndAfter(place, rows) {
         grid.canvas.setAttribute("role", "img");
         grid.canvas.setAttribute("aria-label", `Attention maps of all heads, ${role} model: ${model.open} edges`);
         const note = element("span", { class: "note" }, `${number(model.open)} edges`);
-        return element("figure", { class: "card" }, element("div", { class: "card-head" }, element("h3", {}, title), note), grid.box);
+        const save = mapDownloads(`attention-${role}`, () => ({ maps, view: "weights", head: null }));
+        return element("figure", { class: "card" }, element("div", { class: "card-head" }, element("h3", {}, title), note, save), grid.box);
       }
       const flow = new Flow(role, title, () => {});
       flow.show(maps, model.says.map((text, i) => (i < model.says.length - filled ? null : text)), model.open, null);

@@ -7,15 +7,19 @@ import { fit } from "./scene.js";
 /** A token as it stands in the prompt; only line ends, which would show as nothing, get a sign. */
 export const visible = (token) => (token === "\n" ? "⏎" : token === "" ? "∅" : token);
 
-/** A token under its column of a picture: upright where it fits, else clipped and turned. */
-export function tokenLabel(scene, x, y, token, step, fill) {
-  const most = Math.max(1, Math.floor((step - 2) / 6.6));
-  const text = [...(visible(token).trim() || "␣")];
-  if (text.length <= most) scene.text(x, y, text.join(""), { fill, size: 12, anchor: "middle", mono: true });
-  else {
-    const short = text.length > 9 ? [...text.slice(0, 8), "…"] : text;
-    scene.text(x - 3, y - 6, short.join(""), { fill, size: 10.5, mono: true, rotate: 35 });
-  }
+/** Whether the words of a picture do not fit beside each other: then all of them are turned. */
+export function crowded(tokens, step) {
+  return tokens.some((token) => 6.6 * Math.min(9, [...printed(token)].length) + 3 > step);
+}
+
+const printed = (token) => visible(token).trim() || "␣";
+
+/** A word under (or, with `above`, over) its place. */
+export function tokenLabel(scene, x, y, token, { fill, upright, above = false }) {
+  const letters = [...printed(token)];
+  const text = letters.length > 9 ? [...letters.slice(0, 8), "…"].join("") : letters.join("");
+  if (upright) scene.text(x, y, text, { fill, size: 12, anchor: "middle", mono: true });
+  else scene.text(x + 4, above ? y : y - 7, text, { fill, size: 10.5, mono: true, rotate: -65, anchor: above ? "start" : "end" });
 }
 
 /** The prompt as buttons. onPoint(token or null) while pointing, onPin(token) on click. */

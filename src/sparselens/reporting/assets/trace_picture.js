@@ -22,8 +22,9 @@ export class TracePicture {
       "aria-label": `Attribution graph of the ${role} model: ${clusters.length} clusters, ${edges.length} edges, which the table lists. Arrow keys go from edge to edge, or from feature to feature; Enter opens an edge.`,
     });
     this.plot = element("div", { class: "plot" }, this.canvas);
+    this.plot.style.minWidth = `${Math.min(900, 60 + SAY + 36 * trace.tokens.length)}px`; // narrower, it scrolls
     this.readout = element("p", { class: "readout", "aria-live": "polite" });
-    this.box = element("div", {}, this.plot, this.readout);
+    this.box = element("div", {}, element("div", { class: "scroll" }, this.plot), this.readout);
     this.redraw = keepDrawn(this.plot, (width) => {
       const scene = this.scene(width);
       paint(scene, fit(this.canvas, width, scene.height));

@@ -126,11 +126,11 @@ class _Page:
             self.text(x + width / 2, self.floor + room[1] / 2, "no head: along the residual stream", 8, color=GREY)
             return
         columns, side, label = _grid(len(maps), *room)
-        left, start = x + COMPASS, self.top - 0.56
+        left, start, apart = x + COMPASS, self.top - 0.56, _apart(len(maps))
         for i, one in enumerate(sorted(maps, key=lambda m: (-m["layer"], -m["head"]))):
-            a = left + (i % columns) * (side + 0.07)
+            a = left + (i % columns) * (side + apart)
             b = start - (i // columns + 1) * (side + label)
-            self.map(one, main, model["tokens"], a, b, side, ORANGE if model.get("gated") else BLUE)
+            self.map(one, main, model["tokens"], (a, b, side, apart), ORANGE if model.get("gated") else BLUE)
             name, size = f"L{one['layer']}.H{one['head']}", max(3.2, min(8.0, side * 11))
             self.text(a + side / 2, b + side + label / 2 - 0.01, name, size)
         self.compass(left, start - side - label)
@@ -142,21 +142,21 @@ class _Page:
             self.axis.annotate("", (x - 0.24 + dx, y + dy), (x - 0.24, y), arrowprops=arrow)
             self.text(x - 0.24 + dx * 0.55 + 0.06 * (dy > 0), y - 0.07 * (dx > 0) + dy * 1.3, name, 6.5)
 
-    def map(
-        self, one: MapRow, main: MainRow, tokens: list[str], x: float, y: float, side: float, colour: str
-    ) -> None:  # fmt: skip
+    def map(self, one: MapRow, main: MainRow, tokens: list[str], place: tuple[float, ...], colour: str) -> None:
+        """place: x, y, the side, and the room to its right."""
         import numpy as np
         from matplotlib.colors import to_rgb
         from matplotlib.patches import Rectangle
 
-        n = len(tokens)
+        n, (x, y, side, apart) = len(tokens), place
         picture, ink = np.ones((n, n, 3)), np.array(to_rgb(colour))
         for query, key, weight in one["cells"]:
             # The square root shows weak looks too; the eye compares areas of ink, not numbers.
             picture[query, key] = 1 - (1 - ink) * min(1.0, weight) ** 0.5
         extent = (x, x + side, y, y + side)
         self.axis.imshow(picture, origin="lower", extent=extent, interpolation="nearest", aspect="auto", zorder=2)
-        self.axis.add_patch(Rectangle((x, y), side, side, fill=False, ec=GREY, lw=0.5, zorder=3))
+        # No frame above and on the right: the words beside the diagonal need the room.
+        self.axis.plot([x, x, x + side], [y + side, y, y], color=GREY, lw=0.5, zorder=3, solid_joinstyle="miter")
         weights = {(q, k): w for q, k, w in one["cells"]}
         cell = side / n
         size = max(cell, min(0.045, side / 5))  # in a long prompt a cell is a speck: mark it larger than it is
@@ -164,17 +164,16 @@ class _Page:
             corner = (x + (key + 0.5) * cell - size / 2, y + (query + 0.5) * cell - size / 2)
             fill: Any = RED if weights.get((query, key), 0.0) > 0 else "none"
             self.axis.add_patch(Rectangle(corner, size, size, lw=0.6, zorder=4, fc=fill, ec=RED))
+        self.map_tokens(main, tokens, x, y, side, apart)
 
-        self.map_tokens(main, tokens, x, y, side)
-
-    def map_tokens(self, main: MainRow, tokens: list[str], x: float, y: float, side: float) -> None:
+    def map_tokens(self, main: MainRow, tokens: list[str], x: float, y: float, side: float, apart: float) -> None:
         """Beside the diagonal, where a causal map is empty: a word names its row and its column."""
         cell = side / len(tokens)
         size = min(6.0, 0.9 * cell * 72)
         if size < 3.2:  # nobody could read them
             return
         for i, token in enumerate(tokens):
-            fits = int(((len(tokens) - i - 1) * cell - 0.03) * 72 / (0.62 * size))
+            fits = int(((len(tokens) - i - 1) * cell + apart - 0.1) * 72 / (0.62 * size))
             if fits < min(3, len(visible(token))):
                 continue
             red = i in main["keys"] or i in main["queries"]
@@ -241,7 +240,8 @@ class _Page:
         )  # fmt: skip
         low, high = cluster["layers"]
         self.text(x, y + 0.075, _box_name(cluster), 8.5, zorder=6, weight="bold" if output else "normal")
-        self.text(x, y - 0.09, f"layer {low}" if low == high else f"layer {low}-{high}", 6.5, zorder=6)
+        where = "answer" if output else f"layer {low}" if low == high else f"layers {low}-{high}"
+        self.text(x, y - 0.09, where, 6.5, zorder=6)
 
     def arrows(self, places: dict[str, Point], high: float) -> None:
         from matplotlib.patches import FancyArrowPatch
@@ -311,10 +311,15 @@ def _grid(n: int, width: float, height: float) -> tuple[int, float, float]:
     for columns in range(1, n + 1):
         rows = math.ceil(n / columns)
         for label in (0.16, 0.1):
-            side = min((width + 0.07) / columns - 0.07, height / rows - label, 1.5)
+            side = min(width / columns - _apart(n), height / rows - label, 1.5)
             if side > best[1] and (label == 0.16) == (side > 0.6):
                 best = (columns, side, label)
     return best
+
+
+def _apart(n: int) -> float:
+    """From one map to the next: a few leave room for the last words."""
+    return 0.45 if n <= 6 else 0.07
 
 
 def _drawn(model: ModelRows) -> tuple[list[ClusterRow], list[ClusterRow]]:

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from ...circuits.rows import ComparisonRows, Reading, TaskRow, wording
 from ..readings import count, ordered
-from .curves import COLOURS, draw_figure2
+from .curves import COLOURS, draw_figure2, role_name
 from .style import INK, LIGHT, SUFFIXES, Axes, pyplot, save
 from .token_circuits import draw_token_circuits, on_tokens
 
@@ -50,7 +50,7 @@ def _pictures(row: TaskRow) -> list[tuple[str, str]]:
 
 def draw_circuits(comparison: ComparisonRows, task: str, path: str | Path) -> None:
     """Figure 3: the circuits that explain 90 %, side by side; a row of heads and an MLP per layer, the input below."""
-    models, names = comparison["tasks"][task]["models"], comparison.get("names", {})
+    models = comparison["tasks"][task]["models"]
     roles = [role for role in ("dense", "sparse") if role in models and "components" in models[role]["readings"]]
     shapes = [(int(models[role]["n_layers"]), int(models[role]["n_heads"])) for role in roles]
     width = max(n_heads for _, n_heads in shapes) + 2
@@ -62,7 +62,7 @@ def draw_circuits(comparison: ComparisonRows, task: str, path: str | Path) -> No
         figure.subplots_adjust(left=0.07, right=0.99, top=0.93, bottom=0.02, wspace=0.06)
         for axis, role, shape in zip(axes[0], roles, shapes, strict=True):
             _draw_circuit(axis, models[role]["readings"]["components"], shape, COLOURS[role])
-            axis.set_title(names.get(role, role), fontsize=10, color=COLOURS[role], pad=4)
+            axis.set_title(role_name(comparison, role), fontsize=10, weight="bold", color=COLOURS[role], pad=4)
         arrow = {"arrowstyle": "-|>", "color": INK, "lw": 1.0}
         figure.text(0.022, 0.5, "Layers", rotation=90, va="center", ha="center", fontsize=9, color=INK)
         axes[0][0].annotate("", (0.045, 0.7), (0.045, 0.3), xycoords="figure fraction", arrowprops=arrow)
@@ -144,8 +144,11 @@ def _draw_nodes(axis: Axes, active: set[str], shape: tuple[int, int]) -> None:
 
 
 def _name_nodes(axis: Axes, shape: tuple[int, int]) -> None:
+    from matplotlib.patheffects import withStroke
+
     n_layers, n_heads = shape
-    labels: Any = {"ha": "center", "fontsize": 7, "color": INK}
+    halo = [withStroke(linewidth=2.2, foreground="white")]  # lines pass behind the names
+    labels: Any = {"ha": "center", "fontsize": 7, "color": INK, "path_effects": halo, "zorder": 4}
     for node, dy, side in (("input", -0.38, "top"), ("logits", 0.38, "bottom")):
         across, up = _place(node, shape)
         axis.text(across, up + dy, node, va=side, **labels)

@@ -276,7 +276,9 @@ def _heads_table(axis: Axes, row: TaskRow, reading: str) -> None:
             lines.append([role, *(count(models[role]["edges_at"].get(t)) for t in thresholds)])
     found = row.get("multipliers", {}).get(reading, {}).get("dense", {})
     if found:
-        lines.append(["ratio", *(times(found[t]["multiplier"]) if t in found else "–" for t in thresholds)])
+        needs = [fewer(found[t], interval=False).split(" ") if t in found else ["–", ""] for t in thresholds]
+        lines.append(["needs", *(value for value, *_ in needs)])
+        lines.append(["", *(word[-1] for word in needs)])
     for i, cells in enumerate(lines):
         y = 1 - (i + 0.5) / len(lines)
         for j, text in enumerate(cells):

@@ -68,7 +68,7 @@ def _label_style(words: list[str], step: float) -> _Labels:
     if 13 * width * (longest + 0.4) <= step or longest == 1:
         return _Labels(min(13.0, 0.95 * step / width), False, 0.0, longest)
     size, most = min(10.0, 0.85 * step * 72), min(longest, 12)
-    return _Labels(size, True, max(0.0, size * width * most - 0.2), most)
+    return _Labels(size, True, max(0.0, size * width * most - 0.14), most)
 
 
 def _draw_flow_panel(axis: Axes, title: str, rows: Flow, colour: str, labels: _Labels) -> None:
@@ -82,28 +82,40 @@ def _draw_flow_panel(axis: Axes, title: str, rows: Flow, colour: str, labels: _L
     weights = attention[attention > 0]
     colours = [(*to_rgb(colour), min(1.0, 0.04 + 0.9 * weight)) for weight in weights]
     inches = axis.get_window_extent().height / axis.figure.dpi
-    more = labels.room * (n_layers + 2.65) / (inches - 2 * labels.room)  # room for turned words, in layers
+    near = max(1.0, (n_layers + 2.65) / 8.65)  # margins in layers, which become lower where there are many
+    more = labels.room * (n_layers + 2.65 * near) / (inches - 2 * labels.room)  # room for turned words, in layers
+    rise = inches / (n_layers + 2.65 * near + 2 * more)  # of a layer, in inches
+    thin = min(1.0, rise / 0.4)
     left = _left(positions)
-    frame = (-left, -0.9 - more), positions - 0.4 + left, n_layers + 2.35 + 2 * more
+    frame = (-left, -0.9 * near - more), positions - 0.4 + left, n_layers + 2.35 * near + 2 * more
     axis.add_patch(FancyBboxPatch(*frame, boxstyle="round,pad=0.05", fill=False, ec=GREY, lw=1))
     for position in range(positions):  # the residual stream: every position passes itself on
         axis.plot([position, position], [0, n_layers], color=LIGHT, lw=0.8, ls=(0, (1, 2)), zorder=0)
-    style: Any = {"colors": colours, "linewidths": 0.5 + 1.5 * weights, "capstyle": "round"}
+    style: Any = {"colors": colours, "linewidths": thin * (0.5 + 1.5 * weights), "capstyle": "round"}
     axis.add_collection(LineCollection(segments, **style, zorder=1))
     for row in range(n_layers + 1):
-        axis.scatter(range(positions), [row] * positions, s=20, color="white", edgecolor=INK, linewidth=0.8, zorder=2)
-        if row:
+        axis.scatter(
+            range(positions),
+            [row] * positions,
+            s=min(20.0, (0.45 * rise * 72) ** 2),
+            color="white",
+            edgecolor=INK,
+            linewidth=0.8,
+            zorder=2,
+        )
+        if row and (row - 1) % max(1, round(0.17 / rise + 0.3)) == 0:
             axis.text(-0.42, row, f"Layer {row - 1}", ha="right", va="center", fontsize=9, color=INK)
     style = {"ha": "center", "fontsize": labels.size, "family": "monospace", "parse_math": False}
-    below, above, away = ("top", "bottom", 0.25) if labels.turned else ("center", "center", 0.48)
+    below, above, away = ("top", "bottom", 0.25 * near) if labels.turned else ("center", "center", 0.48 * near)
     style |= {"rotation": 90 if labels.turned else 0}
     for position, (word, answer) in enumerate(zip(rows["input"], rows["output"], strict=True)):
         word, answer = (text if len(text) <= labels.most else text[: labels.most - 1] + "…" for text in (word, answer))
         axis.text(position, -away, word, color=INK, va=below, **style)
         axis.text(position, n_layers + away, answer, color=GREY if word == answer else INK, va=above, **style)
-    axis.text(0.15 - left, n_layers + 1.12 + more, title, fontsize=12, fontweight="bold", va="center", color=INK)
+    heading = n_layers + 1.12 * near + more
+    axis.text(0.15 - left, heading, title, fontsize=12, fontweight="bold", va="center", color=INK)
     edges = f"{rows['edges']:,} attention edges"
-    axis.text(positions - 0.55, n_layers + 1.12 + more, edges, fontsize=9, va="center", ha="right", color=INK)
+    axis.text(positions - 0.55, heading, edges, fontsize=9, va="center", ha="right", color=INK)
     axis.set_xlim(-left - 0.15, positions - 0.2)
-    axis.set_ylim(-1.05 - more, n_layers + 1.6 + more)
+    axis.set_ylim(-1.05 * near - more, n_layers + 1.6 * near + more)
     axis.axis("off")

@@ -19,7 +19,7 @@ def story(name: str, rows: dict[str, EvaluationRow], config: Row, task: Row | No
     if sparse is None:
         return None
     row = _headline(task)
-    return {"sentences": [_done(name, sparse, config), _cost(rows), _simpler(row)], "number": _number(row)}
+    return {"sentences": [_done(name, sparse, config), _cost(rows, config), _simpler(row)], "number": _number(row)}
 
 
 def percent(share: float) -> str:
@@ -35,7 +35,13 @@ def _done(name: str, sparse: EvaluationRow, config: Row) -> str:
     return f"{text}: {count(each)} per head and word." if each is not None else f"{text}."
 
 
-def _cost(rows: dict[str, EvaluationRow]) -> str:
+def control_is_base(rows: dict[str, EvaluationRow], config: Row) -> bool:
+    """Taught by the base alone (KL), a dense control has nothing to learn: it is not trained, and is the base."""
+    base, control = rows.get("base"), rows.get("control")
+    return config.get("loss") == "kl" and base is not None and control is not None and control["loss"] == base["loss"]
+
+
+def _cost(rows: dict[str, EvaluationRow], config: Row) -> str:
     sparse, base, control = rows["sparse"], rows.get("base"), rows.get("control")
     spread = f" ± {sparse['loss_standard_error']:.2g}" if sparse.get("loss_standard_error") else ""
     text = f"Its loss on {sparse['sequences']:,} held-out sequences is {sparse['loss']:.3f}{spread} nats"
@@ -44,6 +50,8 @@ def _cost(rows: dict[str, EvaluationRow]) -> str:
     text += f", {base['loss']:.3f} before"
     if control is None:
         return f"{text}; no dense model was trained alike, so part of the change may be the text's."
+    if control_is_base(rows, config):
+        return f"{text}; a dense model trained alike would stay as it is."
     return f"{text}; a dense model trained alike has {control['loss']:.3f}."
 
 

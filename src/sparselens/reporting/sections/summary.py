@@ -10,7 +10,7 @@ from ...runs.rows import EvaluationRow, budget_in_words, open_in_words, over_bud
 from ...runs.run import About, about
 from ..readings import THRESHOLD, count, fewer, ordered
 from . import Section, Shown, finite
-from .story import percent as _percent, story, wanted
+from .story import control_is_base, percent as _percent, story, wanted
 from .training import resume_command, title
 
 ROLES = ("base", "control", "sparse")
@@ -29,7 +29,7 @@ def summary(shown: Shown) -> dict[str, object]:
     config, told, task = run.record.get("config", {}), about(run), next(iter((circuits or {}).get("tasks", [])), None)
     found = {
         "title": title(run), "kind": run.record.get("kind", "run"), "run": run.path.name, "exact": told.exact,
-        "sentence": _sentence(title(run), rows, results, config, told),
+        "sentence": _sentence(title(run), rows, results, told),
         "table": [_table_row(role, rows[role], task) for role in ROLES if role in rows],
         "task": task["name"] if task else None, "counted": task["readings"][0]["edges"] if task else None,
         "story": story(told.name or title(run), rows, config, task),
@@ -43,7 +43,7 @@ def summary(shown: Shown) -> dict[str, object]:
     return finite(found)
 
 
-def _sentence(name: str, rows: dict[str, EvaluationRow], summary: Row, config: Row, told: About) -> str:
+def _sentence(name: str, rows: dict[str, EvaluationRow], summary: Row, told: About) -> str:
     sparse, base = rows.get("sparse"), rows.get("base")
     if "fvu" in summary:
         return (
@@ -55,8 +55,6 @@ def _sentence(name: str, rows: dict[str, EvaluationRow], summary: Row, config: R
     text = f"{told.name or name} keeps {_percent(sparse['density'])} of its attention edges"
     if told.exact:
         return f"{text} and gets {_percent(sparse['exact'])} of held-out sequences exactly right."
-    if config.get("loss") == "kl" and sparse.get("kl_to_base") is not None:
-        return f"{text}, at {sparse['kl_to_base']:.3f} nats KL to the base model."
     if base is not None:
         return f"{text}; its held-out loss is {sparse['loss']:.3f} nats, the base model's {base['loss']:.3f}."
     return f"{text}."
@@ -79,8 +77,8 @@ def verdicts(
     rows: dict[str, EvaluationRow], summary: Row, config: Row, circuits: Row | None, traces: list[Row]
 ) -> list[Verdict]:
     """What met its target and what did not: what became simpler, what it cost, how it went; what missed comes first."""
-    circuits = circuits or {}
-    found = [verdict for task in circuits.get("tasks", []) for verdict in _of_circuit(task)]
+    circuits, same = circuits or {}, control_is_base(rows, config)
+    found = [verdict for task in circuits.get("tasks", []) for verdict in _of_circuit(task, same)]
     found += _of_training(rows, summary, config)
     nothing = "For one task no circuit was found."
     found += [_verdict("missed", "Circuits", problem, nothing) for problem in circuits.get("problems", [])]
@@ -135,7 +133,7 @@ def _of_training(rows: dict[str, EvaluationRow], summary: Row, config: Row) -> l
         ]
     what = summary.get("target_of") or ("KL to base" if config.get("loss") == "kl" else "held-out loss")
     training, unseen = _constraint(sparse, summary, config, what), _on_unseen(rows, summary, config, what)
-    return training + unseen + _control(base, control) + _layers(sparse)
+    return training + unseen + _control(base, control, control_is_base(rows, config)) + _layers(sparse)
 
 
 def _constraint(sparse: EvaluationRow, summary: Row, config: Row, what: str) -> list[Verdict]:
@@ -153,8 +151,11 @@ def _constraint(sparse: EvaluationRow, summary: Row, config: Row, what: str) -> 
     return [_verdict(state, "Constraint", f"{detail} (step {summary['best_step']})", sentence)]
 
 
-def _control(base: EvaluationRow | None, control: EvaluationRow | None) -> list[Verdict]:
+def _control(base: EvaluationRow | None, control: EvaluationRow | None, same: bool) -> list[Verdict]:
     """Whether the recipe does harm by itself."""
+    if same:
+        detail = "taught by the base, a model without gates has nothing to learn: the control is the base, not trained"
+        return [_verdict("met", "Control", detail, "Trained alike, a dense model would stay as it is: it is the base.")]
     if control is None:
         detail = "none was trained: the loss may only show adaptation to the text"
         return [_verdict("care", "Control", detail, "There is no dense model trained alike to compare with.")]
@@ -222,12 +223,12 @@ def _on_unseen(rows: dict[str, EvaluationRow], summary: Row, config: Row, what: 
     return [_verdict("met" if value <= limit else "missed", "On unseen text", detail, sentence)]
 
 
-def _of_circuit(task: Row) -> list[Verdict]:
+def _of_circuit(task: Row, control_is_base: bool) -> list[Verdict]:
     """The headline reading against both models, all that leads to the answer, and the component graph; no more."""
     multipliers, name = task.get("multipliers", {}), task["name"]
     found, readings = [], ordered(multipliers)
     for reading in readings[:1]:
-        for baseline in ("dense", "control"):
+        for baseline in ("dense",) if control_is_base else ("dense", "control"):
             found += _of_reading(name, reading, baseline, multipliers[reading].get(baseline, {}))
     found += _of_open_edges(task)
     if "components" in readings[1:]:
