@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 from tiny_models import tiny_model, tiny_tokenizer
 
 import sparselens as sl
@@ -54,6 +55,8 @@ def test_faces_lie_beside_the_transcoder_and_are_small(faces, house):
     assert {path.suffix for path in faces.path.iterdir()} == {".json", ".safetensors"}
     assert faces.about["bytes_per_feature"] < 2048 and not (faces.path / "progress").exists()
     assert Faces(house / "coder").about == faces.about
+    blobs = [len(load_file(faces.path / f"layer_{layer}.safetensors")["blob"]) for layer in range(2)]
+    assert faces.about["bytes_per_feature"] == pytest.approx(sum(blobs) / 140, abs=0.06)
 
 
 def test_cards_are_true(faces, house):
@@ -75,6 +78,7 @@ def test_cards_are_true(faces, house):
             assert card["largest"] == pytest.approx(float(a[..., f].max()), rel=1e-3)
             if not card["fires"]:
                 continue
+            assert 0 < len(card["nearest"]) <= 5 and all(0 < cosine <= 1 for *_, cosine in card["nearest"])
             assert card["mean"] == pytest.approx(float(a[..., f].sum() / card["fires"]), rel=1e-3)
             strongest = a[..., f].amax(1).sort(descending=True).values
             assert card["top"][0]["value"] == pytest.approx(float(strongest[0]), rel=1e-3)
@@ -95,7 +99,9 @@ def test_a_context_ends_with_its_document():
     places = torch.cat([torch.arange(n) for n in lengths])
     owner = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
     batch = {"input_ids": torch.arange(100, 115)[None], "position_ids": places[None]}
-    book = Book(SimpleNamespace(train=lambda start, count: batch), 1, 4, None)
+    asked = []
+    book = Book(SimpleNamespace(train=lambda *some: asked.append(some) or batch), 7, 3, None)
+    assert asked == [(0, 3), (3, 3), (6, 1)]
     for position in range(15):
         for before, after in ((0, 0), (2, 1), (1, 3), (9, 9)):
             near = range(max(0, position - before), min(15, position + after + 1))

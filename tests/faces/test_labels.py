@@ -147,7 +147,8 @@ def test_quotes_are_told_by_what_stands_before_them(left, kind):
 
 @pytest.mark.parametrize("text, word, part", [
     ("He| is| walk|[ing]", "walking", "end"), ("He| is| [walk]|ing", "walking", "beginning"),
-    ("a| [x]|ylo|phone|.", "xylophone", "beginning"), ("un|[break]|able", "unbreakable", "beginning"),
+    ("a| [x]|ylo|phone|.", "xylophone", "beginning"), ("[x]|ylo|phone", "xylophone", "beginning"),
+    ("un|[break]|able", "unbreakable", "beginning"),
 ])  # fmt: skip
 def test_pieces_know_their_word(text, word, part):
     (context,) = contexts(text)
