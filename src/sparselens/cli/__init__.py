@@ -17,9 +17,11 @@ import tyro
 
 from .. import __version__, demo as demo  # registers its task and data, as a user's module would
 from ..data.documents import find_files, is_local
+from ..evaluation.nothing import is_run, nothing_to_evaluate_on
 from ..runs import distributed
 from ..runs.run import Run, check_folder, check_writable, one_line
 from ..tasks import find as find_task
+from ..transcoders.place import find_transcoder
 from .circuits import CompareCommand, DiscoverCommand
 from .common import OnDevice
 from .features import FeaturesCommand, TraceCommand, TranscodeCommand
@@ -153,8 +155,14 @@ def _check(command: Any) -> None:
         find_files([text for text in command.data if is_local(text)])
     elif isinstance(command, Export) and command.out is not None and command.out.exists():
         raise ValueError(f"{command.out} exists already; choose another --out")
+    elif isinstance(command, Evaluate) and not (command.data or command.benchmarks or command.behaviour):
+        for model in command.models:
+            if not is_run(model):
+                raise nothing_to_evaluate_on(model)
     elif isinstance(command, DiscoverCommand | CompareCommand | TraceCommand | Figures):
         check_folder(command.out)
+    if isinstance(command, TraceCommand | FeaturesCommand):
+        find_transcoder(command.transcoder)
 
 
 def _parse(arguments: list[str]) -> Command:

@@ -25,6 +25,7 @@ from ..training.sparsify import loss_table, patterns_of, report_slice
 from .behaviour import behaviour as behaviour_of, check_one_vocabulary, markdown, read_prompts
 from .differences import differences
 from .lm_eval import answer_benchmarks, benchmark_table, find_benchmarks
+from .nothing import is_run, nothing_to_evaluate_on
 
 Slice = tuple[Batches, int, int]  # held-out sequences, the first of them, how many
 FindText = Callable[[nn.Module, PreTrainedTokenizerBase], Slice | None]
@@ -113,14 +114,10 @@ def _sort(sources: list[Source], more: bool) -> tuple[list[Run], list[Source]]:
     for source in sources:
         if isinstance(source, Run):
             runs.append(_checked(source, more))
-        elif isinstance(source, str | Path) and (Path(source) / "run.json").is_file():
-            runs.append(_checked(Run(source), more))
+        elif is_run(source):
+            runs.append(_checked(Run(source), more))  # type: ignore[arg-type]
         elif not more:
-            what = f"{str(source)!r}" if isinstance(source, str | Path) else "this model"
-            raise ValueError(
-                f"there is nothing to evaluate {what} on: it is not a Run, which would bring its text along; "
-                "give --data, --benchmarks or --behaviour"
-            )
+            raise nothing_to_evaluate_on(source)
         else:
             others.append(source)
     return runs, others

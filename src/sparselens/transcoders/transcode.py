@@ -36,7 +36,8 @@ from ..training.sparsify import Data, batches_of, fitting, overridden, say_heldo
 from .evaluation import measure_fit, measure_replacement, tokens_of
 from .losses import Learner, Losses
 from .mlp_hooks import observe
-from .transcoder import FOLDER, Transcoder
+from .place import FOLDER
+from .transcoder import Transcoder
 
 CALIBRATION = 1 << 14  # tokens from which BatchTopK's thresholds are measured
 BETAS = (0.9, 0.99)

@@ -35,13 +35,13 @@ from ..models.identity import Sketch
 from ..runs import pictures
 from ..runs.run import read_json, reading, whole_folder, write_bytes, write_json
 from .decoding import active, batch_topk_mask, batch_topk_threshold, entries, topk_mask, write
+from .place import FOLDER, find_transcoder
 
 Activation = Literal["jumprelu", "topk", "batchtopk"]
 InputHook = Literal["mlp-input", "residual"]
 # circuit-tracer's names for what features read. Its hook_mlp_in is the residual stream, before the MLP's norm.
 HOOKS: dict[str, InputHook] = {"mlp.hook_in": "mlp-input", "hook_resid_mid": "residual", "hook_mlp_in": "residual"}
 OUTPUT_HOOKS = ("hook_mlp_out", "mlp.hook_out")
-FOLDER = "transcoder"  # of a Run
 MODEL = "model.json"  # in it: by what its model is known
 
 
@@ -273,13 +273,7 @@ def read_sketch(folder: Path) -> Sketch | None:
 
 def read_folder(folder: Path) -> tuple[Kind, list[dict[str, Tensor]]]:
     """What the transcoder in a folder or Run is, and per layer its tensors; W_dec [n_features, targets, d_model]."""
-    if not (folder / "config.yaml").is_file() and (folder / FOLDER / "config.yaml").is_file():
-        folder = folder / FOLDER
-    if not (folder / "config.yaml").is_file():
-        raise ValueError(
-            f"no transcoder in {folder}: expected a config.yaml beside W_enc_*.safetensors or layer_*.safetensors "
-            "(make one with `sparselens transcode`)"
-        )
+    folder = find_transcoder(folder)
     config = _read_config(folder / "config.yaml")
     cross_layer = config["model_kind"] == "cross_layer_transcoder"
     layers = _read_layers(folder, cross_layer)
