@@ -327,8 +327,13 @@ export class LiveStudio {
           "div",
           { class: "card", "data-answers": name },
           element("div", { class: "card-head" }, element("h3", {}, swatch(name, ROLE_NAMES[name])), element("span", { class: "note" }, `${number(model.open)} edges open`)),
-          bars(model.next, name, answer?.id, (next) => this.chooseAnswer(name, next)),
-          after ? [element("p", { class: "note" }, "after the changes"), bars(after, name, answer?.id, (next) => this.chooseAnswer(name, next))] : null,
+          element(
+            "div",
+            { class: "before-after" },
+            [["before", model.next], ["after the changes", after]]
+              .filter(([, next]) => next)
+              .map(([when, next]) => element("div", {}, after ? element("p", { class: "note" }, when) : null, bars(next, name, answer?.id, (row) => this.chooseAnswer(name, row)))),
+          ),
         );
       }),
     );
