@@ -13,7 +13,7 @@ import {
   changesInWords, countChanges, hasChange, readAddress, scaledBy, toggled, untouched, wordAt, writeAddress,
 } from "./studio_state.js";
 
-const PAUSE = 180; // ms without a key before a prompt is asked
+const PAUSE = 120; // ms without a key before a prompt is asked
 
 const signedNumber = (value) => (value > 0 ? `+${number(value)}` : number(value));
 const button = (text, click, more = {}) =>
