@@ -128,6 +128,7 @@ def measure(given: argparse.Namespace, run: Path) -> dict[str, Any]:
         "model": Path(given.model).name, "tokens": given.tokens, "bias": given.bias,
         "open": open_edges(run, prompts[0]),
         "seeds": [0], "hardware": f"{platform.machine()} CPU, {given.threads} threads", **told, **provenance(),
+        "command": f"python benchmarks/studio.py {Path(given.model).name} --json results/studio.json",
     }  # fmt: skip
 
 

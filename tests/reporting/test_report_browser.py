@@ -377,3 +377,18 @@ def test_every_picture_can_be_saved(open_page, page_file, run):
     assert svg.count("<image") == weights.shape[0] * weights.shape[1] and "L0" in svg and "H0" in svg
     assert saved("PNG", page.locator("#head-detail"))[:4] == b"\x89PNG"
     assert saved("SVG", page.locator(".edge-detail").first).decode().count("<image") >= 1
+
+
+@pytest.mark.parametrize("name", ["circuits", "attribution", "features"])
+def test_an_address_is_where_the_page_opens(browser, page_file, name):
+    """Also after all pictures above have been drawn; and whoever scrolls is let go."""
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(f"{Path(page_file).as_uri()}#{name}")
+    page.wait_for_timeout(1500)
+    top = f"document.getElementById({name!r}).getBoundingClientRect().top"
+    assert abs(page.evaluate(top)) < 120 or page.evaluate("scrollY + innerHeight >= document.body.scrollHeight - 2")
+    page.mouse.move(600, 450)
+    page.mouse.wheel(0, -600)
+    page.wait_for_timeout(400)
+    assert page.evaluate(top) > 300
+    page.context.close()

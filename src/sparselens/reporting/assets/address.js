@@ -13,12 +13,23 @@ export function remember(section, view) {
   history.replaceState(null, "", `#${section}?${text}`);
 }
 
-/** The browser itself knows no place called "circuits?task=ioi". */
+const HELD = 4000; // ms after loading
+
+/** Goes where the address says and stays there while pictures above get their height, until the reader does something. */
 export function goToAddress() {
-  const [name, rest] = location.hash.slice(1).split("?", 2);
-  const place = rest === undefined ? null : document.getElementById(name);
+  const [name] = location.hash.slice(1).split("?", 2);
+  const place = name && document.getElementById(name);
   if (!place) return;
   history.scrollRestoration = "manual";
-  // Pictures above get their height when they are drawn.
-  for (const wait of [0, 150, 600]) setTimeout(() => place.scrollIntoView({ behavior: "instant" }), wait);
+  const go = () => place.scrollIntoView({ behavior: "instant" });
+  const grown = new ResizeObserver(go);
+  const events = ["wheel", "touchstart", "pointerdown", "keydown"];
+  const leave = () => {
+    grown.disconnect();
+    for (const event of events) removeEventListener(event, leave, true);
+  };
+  for (const event of events) addEventListener(event, leave, true);
+  grown.observe(document.querySelector("main"));
+  go();
+  setTimeout(leave, HELD);
 }

@@ -13,7 +13,7 @@ import {
   changesInWords, countChanges, hasChange, readAddress, scaledBy, toggled, untouched, wordAt, writeAddress,
 } from "./studio_state.js";
 
-const PAUSE = 180; // ms without a key before a prompt is asked
+const PAUSE = 120; // ms without a key before a prompt is asked
 
 const signedNumber = (value) => (value > 0 ? `+${number(value)}` : number(value));
 const button = (text, click, more = {}) =>
@@ -327,8 +327,13 @@ export class LiveStudio {
           "div",
           { class: "card", "data-answers": name },
           element("div", { class: "card-head" }, element("h3", {}, swatch(name, ROLE_NAMES[name])), element("span", { class: "note" }, `${number(model.open)} edges open`)),
-          bars(model.next, name, answer?.id, (next) => this.chooseAnswer(name, next)),
-          after ? [element("p", { class: "note" }, "after the changes"), bars(after, name, answer?.id, (next) => this.chooseAnswer(name, next))] : null,
+          element(
+            "div",
+            { class: "before-after" },
+            [["before", model.next], ["after the changes", after]]
+              .filter(([, next]) => next)
+              .map(([when, next]) => element("div", {}, after ? element("p", { class: "note" }, when) : null, bars(next, name, answer?.id, (row) => this.chooseAnswer(name, row)))),
+          ),
         );
       }),
     );

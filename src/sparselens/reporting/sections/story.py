@@ -43,16 +43,21 @@ def control_is_base(rows: dict[str, EvaluationRow], config: Row) -> bool:
 
 def _cost(rows: dict[str, EvaluationRow], config: Row) -> str:
     sparse, base, control = rows["sparse"], rows.get("base"), rows.get("control")
-    spread = f" ± {sparse['loss_standard_error']:.2g}" if sparse.get("loss_standard_error") else ""
-    text = f"Its loss on {sparse['sequences']:,} held-out sequences is {sparse['loss']:.3f}{spread} nats"
+    error = sparse.get("loss_standard_error") or 0.0
+    spread = f" ± {error:.2g}" if error >= 1e-4 else ""
+    text = f"Its loss on {sparse['sequences']:,} held-out sequences is {_nats(sparse['loss'])}{spread} nats"
     if base is None:
         return f"{text}; what it was before is not known."
-    text += f", {base['loss']:.3f} before"
+    text += f", {_nats(base['loss'])} before"
     if control is None:
         return f"{text}; no dense model was trained alike, so part of the change may be the text's."
     if control_is_base(rows, config):
         return f"{text}; a dense model trained alike would stay as it is."
-    return f"{text}; a dense model trained alike has {control['loss']:.3f}."
+    return f"{text}; a dense model trained alike has {_nats(control['loss'])}."
+
+
+def _nats(loss: float) -> str:
+    return f"{loss:.3f}" if loss >= 0.0005 else "under 0.001"
 
 
 def _headline(task: Row | None) -> tuple[str, str, Row] | None:
