@@ -108,6 +108,8 @@ def test_a_gate_is_said_to_close_without_features_that_close_it(models, tmp_path
     Transcoder.random(2, 48, 32, seed=1).save(tmp_path)
     monkeypatch.setattr(member, "transcoder", tmp_path)
     features, question, told = Features(models), models.question("sparse", PROMPT, 9), 0
+    shares = [abs(row["share"]) for row in features.active("sparse", question)]
+    assert len(shares) > 3 and shares == sorted(shares, reverse=True)
     for *edge, _ in models.effects("sparse", question)[:12]:
         found = features.opened("sparse", question, tuple(edge))
         graph = features.graph("sparse", question)
