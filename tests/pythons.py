@@ -6,12 +6,14 @@ every family is compared with transformers; without, only the light ones. Not pa
 Pythons and the network.
 """
 
+import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 PROJECT = Path(__file__).parents[1]
+OWN = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # nothing but what is installed there
 LIGHT = ["tyro>=0.9.30", "numpy>=2", "matplotlib>=3.9", "zstandard>=0.23", "tqdm", "filelock>=3.21", "psutil", "pyyaml",
          "huggingface_hub>=1", "safetensors>=0.6", "typing_extensions>=4.10"]  # fmt: skip
 PAGE = (
@@ -23,7 +25,7 @@ def check(python: str, wheel: Path, whole: bool) -> None:
     with tempfile.TemporaryDirectory() as place:
 
         def run(*command: str) -> str:
-            done = subprocess.run(command, cwd=place, capture_output=True, text=True)
+            done = subprocess.run(command, cwd=place, capture_output=True, text=True, env=OWN)
             assert done.returncode == 0, f"{python}: {' '.join(command)}\n{done.stdout}\n{done.stderr}"
             return done.stdout
 
