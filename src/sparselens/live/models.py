@@ -66,7 +66,9 @@ class Member:
     @classmethod
     def load(cls, source: str | Path) -> "Member":
         model, tokenizer = load(source, device=distributed.device())
-        return cls(name_of(source), Decoder(model.float().eval().requires_grad_(False)), Words(tokenizer))
+        member = cls(name_of(source), Decoder(model.float().eval().requires_grad_(False)), Words(tokenizer))
+        member._know_positions(1)  # now, and not when the first prompt is typed
+        return member
 
     @property
     def most_tokens(self) -> int:
