@@ -67,10 +67,7 @@ PATCHES = {
     # Features should start active at 10,000 / features of the tokens: an index out of range below 10,000 features.
     "clt-forge": [("src/clt_forge/clt.py", "10_000.", "16.")],
 }
-STORY = (
-    "Once upon a time, there was a little girl named Lily. She loved to play with her ball in the park. One day, she "
-    "met a boy named Tom, and gave the ball to"
-)
+STORY = "Once upon a time, there was a little girl named Lily. She had a red ball, and gave it to"
 
 
 class Bench:
@@ -417,9 +414,9 @@ def longest(bench: Bench) -> dict[str, Any]:
             "the process would allocate more than the limit (RLIMIT_DATA)",
         ],
     }  # fmt: skip
-    for who, batch in (("ours", 0), ("theirs, batch 512", 512), ("theirs, batch 64", 64)):
+    for who, batch in (("ours", 0), ("theirs, batch 64", 64), ("theirs, batch 512", 512)):
         steps: list[dict[str, Any]] = found.setdefault(who, [])
-        for tokens in (64, 128, 256, 512, 1024, 2048):
+        for tokens in (128, 256, 512, 1024, 2048):
             story = asked["ids"][1:] * (tokens // 16)
             spec = {**asked, "ids": [asked["ids"][0], *story[: tokens - 1]], "batch": batch}
             ours = bench.ours("trace", spec, limit)

@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,7 +47,8 @@ def load():
     large = b"1" * (200 * 2**20)
     del large
     return b"1" * (10 * 2**20)
-print(json.dumps(measured(load, lambda kept: len(b"2" * (100 * 2**20)))))
+kept = load()
+print(json.dumps(measured(lambda: len(b"2" * (100 * 2**20)))))
 """
     run = [sys.executable, "-c", code, str(ROOT / "benchmarks" / "peer_scripts")]
     done, cost = json.loads(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
@@ -98,3 +99,27 @@ def test_the_numbers_agree(published: dict[str, Any]):
     for row in graphs:
         assert row["nodes_of_ours_alone"] == row["nodes_of_theirs_alone"] == 0 < row["nodes_shared"]
         assert row["largest_edge_difference"] < 1e-3 and row["edges"] > 1000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is read from /proc")
+def test_a_worker_loads_once_and_says_why_it_fails(peers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Twice asked, loaded once; then an error, and the line that says it."""
+    (tmp_path / "toy.py").write_text(f"""
+import sys
+sys.path.insert(0, {str(ROOT / "benchmarks" / "peer_scripts")!r})
+from measuring import serve, spec
+def work(calls):
+    calls.append(1)
+    if len(calls) > 2:
+        raise ValueError("three is too many")
+    print("noise")
+    return len(calls)
+serve(spec(), list, work, lambda calls, done: {{"call": done}})
+""")
+    monkeypatch.setattr(peers, "SCRIPTS", tmp_path)
+    bench = SimpleNamespace(work=tmp_path, arguments=SimpleNamespace(timeout=60, threads=1))
+    with peers.Worker(bench, Path(sys.executable), "toy.py", {}) as worker:
+        found = [worker(), worker()]
+        with pytest.raises(RuntimeError, match="ValueError: three is too many"):
+            worker()
+    assert [one["call"] for one in found] == [1, 2] and all(set(COST) < set(one) for one in found)
