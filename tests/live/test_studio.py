@@ -240,6 +240,9 @@ def test_too_much_is_refused_not_remembered():
     waiting = worker.latest[0]
     worker.cancel(waiting.number)
     assert waiting.state == "cancelled"
+    assert worker.start("job", lambda job: None).state == "waiting", "a cancelled job gives its place back"
+    with pytest.raises(Busy):
+        worker.start("job", lambda job: None)
     hold.set()
     worker.stop()
 

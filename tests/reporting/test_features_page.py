@@ -72,6 +72,7 @@ def trace(**changes):
     [
         ({}, "met"), ({"pearson_path": 0.85}, "missed"), ({"spearman_path": 0.7}, "missed"),
         ({"sign_agreement": 0.9}, "missed"), ({"sign_agreement": None}, "met"), ({"n": 0}, "open"),
+        ({"pearson_path": None, "spearman_path": None, "sign_agreement": None}, "open"),
     ],
 )  # fmt: skip
 def test_the_tick_is_for_cuts_that_come_true(changes, state):

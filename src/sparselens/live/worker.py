@@ -82,11 +82,13 @@ class Worker:
         return job
 
     def cancel(self, number: int) -> None:
-        for job in tuple(self.latest):  # another thread may add to it
-            if job.number == number:
-                job.cancelled.set()
-                if job.state == "waiting":
-                    job.state, job.message = "cancelled", "cancelled"
+        with self._news:
+            for job in self.latest:
+                if job.number == number:
+                    job.cancelled.set()
+                    if job in self._jobs:  # its place is free again
+                        self._jobs.remove(job)
+                        job.state, job.message = "cancelled", "cancelled"
 
     def step(self, done: int, of: int) -> None:
         """Called by the job that is running."""
@@ -128,8 +130,10 @@ class Worker:
             with self._news:
                 self._news.wait_for(lambda: self._questions or self._jobs or self._stopping)
             self._answer_all()
-            if self._jobs and not self._stopping:
-                self._run(self._jobs.popleft())
+            with self._news:
+                job = self._jobs.popleft() if self._jobs and not self._stopping else None
+            if job is not None:
+                self._run(job)
 
     def _run(self, job: Job) -> None:
         if job.cancelled.is_set():

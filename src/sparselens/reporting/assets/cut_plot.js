@@ -29,7 +29,7 @@ export function cutPlot(trace) {
       "div",
       { class: "card-head" },
       element("h3", {}, "Cutting it does what the picture says"),
-      element("span", { class: good(cut) ? "note" : "note missed" }, good(cut) ? "✓ " : "✕ ", figures(cut)),
+      element("span", { class: good(cut) === false ? "note missed" : "note" }, MARKS[good(cut)], figures(cut)),
         downloads(`cuts-${trace.role}`, {
           scene: () => cutScene(points, 640),
           json: () => points,
@@ -49,7 +49,12 @@ export function cutPlot(trace) {
   );
 }
 
-const good = (cut) => Object.entries(AIM).every(([name, aim]) => cut[name] === null || cut[name] >= aim);
+// Whether predictions came true; null where too few edges were cut to say.
+const good = (cut) => {
+  const known = Object.entries(AIM).filter(([name]) => cut[name] !== null);
+  return known.length ? known.every(([name, aim]) => cut[name] >= aim) : null;
+};
+const MARKS = { true: "✓ ", false: "✕ ", null: "" };
 
 const figures = (found) =>
   `Pearson ${number(found.pearson_path, 2)}, Spearman ${number(found.spearman_path, 2)}, sign right in ${percent(found.sign_agreement, 3)} of ${found.n_signs} large effects, n = ${found.n}`;

@@ -101,6 +101,9 @@ def _of_trace(trace: Row) -> list[Verdict]:
         text, sentence = f"trace the prompt again{adds_up}", f"No edge of the {trace['role']} model's picture was cut."
         return [*found, _verdict("open", label, text, sentence)]
     figures = [cut.get(name) for name in CUT_AIMS]
+    if figures == [None] * len(figures):
+        text = f"{cut['n']} edges cut: too few, or all alike{adds_up}"
+        return [*found, _verdict("open", label, text, f"Cutting edges of the {trace['role']} model says nothing here.")]
     met = all(value is None or value >= aim for value, aim in zip(figures, CUT_AIMS.values(), strict=True))
     pearson, spearman, signs = ("–" if value is None else f"{value:.2f}" for value in figures)
     text = (
