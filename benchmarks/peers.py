@@ -416,7 +416,7 @@ def longest(bench: Bench) -> dict[str, Any]:
     }  # fmt: skip
     for who, batch in (("ours", 0), ("theirs, batch 64", 64), ("theirs, batch 512", 512)):
         steps: list[dict[str, Any]] = found.setdefault(who, [])
-        for tokens in (128, 256, 512, 1024, 2048):
+        for tokens in (32, 64, 128, 256, 512, 1024, 2048):
             story = asked["ids"][1:] * (tokens // 16)
             spec = {**asked, "ids": [asked["ids"][0], *story[: tokens - 1]], "batch": batch}
             ours = bench.ours("trace", spec, limit)
