@@ -146,6 +146,20 @@ def test_trace_joins_the_run_with_progress(studio, run):
     assert studio.request("GET", f"/{TOKEN}/")[2] != before, "the page has the trace"
 
 
+def test_questions_are_let_through_while_a_trace_is_measured(studio, monkeypatch):
+    step, measured = studio.studio.worker.step, []
+
+    def heard(done, of):
+        if done == of:  # the graph has grown: what comes now are interventions
+            measured.append(1)
+        step(done, of)
+
+    monkeypatch.setattr(studio.studio.worker, "step", heard)
+    job = studio.ask("trace", question())
+    assert studio.ended(job["number"])["state"] == "done"
+    assert len(measured) > 20, "before every cut and every check, not once behind them all"
+
+
 def test_a_trace_can_be_cancelled_and_leaves_nothing(studio, run, monkeypatch):
     folders = sorted(run.glob("trace*"))
     step, reached = studio.studio.worker.step, threading.Event()

@@ -16,6 +16,7 @@ positions), not at errors. Completeness score: the share of what enters each nod
 weighted by influence. Both as circuit-tracer defines them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,6 +82,9 @@ class Graph:
     edge_kept: Tensor = field(default_factory=lambda: torch.empty(0))  # [E] bool
     live: "Replacement | None" = field(default=None, repr=False, compare=False)  # the model it came from; not saved
     rows: TraceRows | None = field(default=None, repr=False, compare=False)  # trace.json, where it was asked for
+    pause: Callable[[], None] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )  # before interventions
 
     def __post_init__(self) -> None:
         if not len(self.influence):
@@ -277,7 +281,7 @@ class Graph:
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("live", "rows")}
+        parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("live", "rows", "pause")}
         tensors = {name: value.contiguous() for name, value in parts.items() if isinstance(value, Tensor)}
         save_file(tensors, folder / "graph.safetensors")
         as_readable_as_others(folder / "graph.safetensors")

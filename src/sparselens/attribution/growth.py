@@ -9,6 +9,7 @@
 """
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -64,6 +65,7 @@ def attribution_graph(
     growing = _Growing(replacement, [t.row for t in chosen], text, tokenizer, edges_per_row)
     graph = growing.grow(budget, memory_mb, show_progress, step or (lambda done, of: None))
     graph.settings |= {"budget": budget, "edges_per_row": edges_per_row, "nodes": nodes, "edges": edges}
+    graph.pause = None if step is None else functools.partial(step, budget, budget)
     return graph.prune(nodes, edges)
 
 

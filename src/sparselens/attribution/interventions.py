@@ -193,6 +193,8 @@ def intervene(
     less: layer -> [T, n_heads * d_head], taken out of what the real model's heads mix.
     watch: targets to report, features or logits; None: the graph's logits.
     """
+    if graph.pause is not None:
+        graph.pause()
     replacement = graph.replacement()
     edit = Edit(replacement, scale or {}, set or {}, close, ablate, hold_mlps, hold_patterns, less)
     logits = range(graph.n_nodes - len(graph.targets), graph.n_nodes)

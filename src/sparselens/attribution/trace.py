@@ -90,7 +90,7 @@ def trace(
 
     out: a folder for trace.json, the graph, clusters.json and the graph in Neuronpedia's format. json: a file for the
     rows. against: a second model and its transcoder, put beside the first. say: hears the rows in words. step: hears
-    (rows done, of how many) while a graph grows, and may raise to stop it. With any of
+    (rows done, of how many) while a graph grows and before each intervention, and may raise to stop it. With any of
     these, one target is explained, and the rows are the graph's `rows`. names: what to call the models there.
     clusters: rules, or a file of them (clusters.json); edge: "source->target", the one between clusters to look at
     closely. faces: what `sparselens features` left for the transcoder; None: what lies beside it, if anything.
