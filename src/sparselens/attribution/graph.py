@@ -82,9 +82,7 @@ class Graph:
     edge_kept: Tensor = field(default_factory=lambda: torch.empty(0))  # [E] bool
     live: "Replacement | None" = field(default=None, repr=False, compare=False)  # the model it came from; not saved
     rows: TraceRows | None = field(default=None, repr=False, compare=False)  # trace.json, where it was asked for
-    pause: Callable[[], None] | None = field(
-        default=None, init=False, repr=False, compare=False
-    )  # before interventions
+    pause: Callable[[], None] | None = field(default=None, repr=False, compare=False)  # called before interventions
 
     def __post_init__(self) -> None:
         if not len(self.influence):

@@ -260,7 +260,7 @@ class _Growing:
         n_layers, n_heads = frozen.dims.n_layers, frozen.dims.n_heads
         return Graph(
             self.prompt, self.tokens, self.targets, n_layers, n_heads, settings, **columns, live=self.replacement,
-            rows=None,
+            rows=None, pause=None,
         )  # fmt: skip
 
     def _edge_columns(self) -> dict[str, Tensor]:
