@@ -1,17 +1,21 @@
 """What a studio shows, against the models themselves: transformers' own forward pass, plain hooks, and differences."""
 
+import copy
 import shutil
 
 import pytest
 import torch
 from studio_run import PROMPT, make_studio_run
-from tiny_models import CONFIGS, tiny_tokenizer
+from tiny_models import CONFIGS, tiny_model, tiny_tokenizer
 from tracing_setup import biased_model
 
+import sparselens as sl
 from sparselens.live.models import PASSES, Changes, Member, Models, log_odds, same_weights
 from sparselens.live.passes import full_pass
+from sparselens.live.server import _check_named
 from sparselens.models.architectures import attention_modules
 from sparselens.models.decoder import Decoder
+from sparselens.models.delta import save_delta
 from sparselens.tasks.registry import Words
 
 CLOSED = ((0, 1, 5, 3), (1, 2, 7, 0), (1, 2, 7, 7), (0, 3, 7, 2))
@@ -250,3 +254,16 @@ def test_gradients_are_remembered_but_not_all_of_them():
     for i in range(40):
         models.effects("sparse", models.question("sparse", PROMPT, i))
     assert len(models._asked) <= 12
+
+
+def test_a_sparse_model_that_is_a_difference_is_shown_like_any_other(tmp_path):
+    base = tiny_model("llama")
+    sl.save(base, tiny_tokenizer(), tmp_path / "base")
+    sparse = sl.add_gates(copy.deepcopy(base), sl.Gate(bias=-0.5))
+    (tmp_path / "delta").mkdir()
+    save_delta(sparse, base, str(tmp_path / "base"), tmp_path / "delta", 8)
+    _check_named(str(tmp_path / "delta"))
+    assert list(Models.open(tmp_path / "delta", say=lambda text: None).members) == ["sparse"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="Run"):
+        _check_named(str(tmp_path / "empty"))

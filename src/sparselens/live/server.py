@@ -24,6 +24,7 @@ from .worker import Busy
 MOST_BYTES = 64 * 1024
 ARRIVES, ANSWERED, TAKEN = 10.0, 25.0, 30.0  # seconds for a request to arrive, to be answered, to be done with
 CONNECTIONS = 64
+MODEL_FILES = ("config.json", "adapter_config.json", "delta.json")  # one of them is in every folder sl.load reads
 HEADERS = {
     "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
     "X-Frame-Options": "DENY", "Cross-Origin-Resource-Policy": "same-origin",
@@ -254,7 +255,7 @@ def studio(
 def _check_named(source: str) -> None:
     """What can be told without torch is an error now, not in the page."""
     path = Path(source)
-    if path.is_dir() and not (path / "config.json").is_file():
+    if path.is_dir() and not any((path / name).is_file() for name in MODEL_FILES):
         Run(path)  # neither a Run nor a model
     if not path.exists() and (path.is_absolute() or source.startswith(".") or source.count("/") > 1):
         raise ValueError(f"{source} does not exist; expected a Run, a model's folder or a Hugging Face name")
