@@ -16,7 +16,6 @@ hardly change. `python benchmarks/peers.py discover trace` measures only these, 
 """
 
 import argparse
-import io
 import json
 import os
 import platform
@@ -26,7 +25,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tarfile
 import tempfile
 import threading
 import venv
@@ -96,7 +94,7 @@ class Bench:
         if not python.exists():
             venv.create(home, with_pip=True)
             install = [python, "-m", "pip", "install", "--quiet", TORCH]
-            subprocess.run(install, check=True)
+            subprocess.run([*install], check=True)
             subprocess.run([*install, *PACKAGES[peer]], check=True)
         return python
 
@@ -106,9 +104,7 @@ class Bench:
         base = ["git", "--git-dir", str(git)]
         commit = subprocess.run([*base, "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True)
         if not target.exists():
-            archive = subprocess.run([*base, "archive", "HEAD", "src"], check=True, capture_output=True).stdout
-            with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-                files.extractall(target, filter="data")
+            subprocess.run(["git", "clone", "--quiet", str(git), str(target)], check=True)
             for name, old, new in PATCHES[peer]:
                 text = (target / name).read_text()
                 if old not in text:

@@ -105,7 +105,7 @@ def measure(given: argparse.Namespace, run: Path) -> dict[str, Any]:
     load_before = os.getloadavg()[0]
     environment = {**os.environ, "OMP_NUM_THREADS": str(given.threads)}
     command = [sys.executable, "-m", "sparselens", "studio", str(run), "--no-browser", "--port", "0"]
-    server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen([*command], env=environment, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     try:
         address = server.stdout.readline().split()[0]

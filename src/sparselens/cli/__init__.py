@@ -155,7 +155,7 @@ def _check(command: Any) -> None:
         find_files([text for text in command.data if is_local(text)])
     elif isinstance(command, Export) and command.out is not None and command.out.exists():
         raise ValueError(f"{command.out} exists already; choose another --out")
-    elif isinstance(command, Evaluate) and not (command.data or command.benchmarks or command.behaviour):
+    elif isinstance(command, Evaluate) and not command.asks_more():
         for model in command.models:
             if not is_run(model):
                 raise nothing_to_evaluate_on(model)

@@ -114,6 +114,11 @@ class Evaluate(OnDevice):
     json: File = None
     """Also write the rows to this file."""
 
+    def asks_more(self) -> bool:
+        """Whether anything is asked that a model without a Run could answer, or details of such a question."""
+        given = (self.data, self.benchmarks, self.questions, self.limit, self.behaviour, self.prompts, self.tasks)
+        return any(given)
+
     def __call__(self) -> None:
         from ..evaluation.side_by_side import evaluate
 

@@ -101,7 +101,7 @@ class Sparsify:
     density: float | None = 0.005
     """Share of the allowed (query, key) pairs that may stay open; the loss is minimised within it. None: as few as the
     loss target allows, which only works where the target can be met throughout."""
-    edges: float | None = None
+    edges: Annotated[float | None, arg(metavar="N", help_behavior_hint="")] = None
     """In place of --density: open edges per head and query, on average. It means the same at every length of text."""
     closing: float = 0.2
     """Share of the steps in which the gates close, sampled at random; after that gates are deterministic and the
