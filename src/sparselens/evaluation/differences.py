@@ -70,7 +70,10 @@ def differences(
     base: nn.Module, model: nn.Module, tokenizer: PreTrainedTokenizerBase, batches: Batches, start: int, count: int, *,
     micro_batch: int = 8,
 ) -> Differences:  # fmt: skip
-    """Where the model differs from the base on held-out sequences start ... start + count - 1."""
+    """Where the model differs from the base on held-out sequences start ... start + count - 1.
+
+    Both models' logits are there whole: a training's micro-batch would be too many sequences at once.
+    """
     pieces = Pieces(tokenizer)
     found: Seen = {"kl": [], "gap": [], "same": [], "position": [], "next": [], "seen": []}
     places: list[Place] = []

@@ -273,7 +273,7 @@ def _rows(
             result["text"] = {row["kind"]: row for row in rows}
             with torch.autocast(distributed.device(), torch.bfloat16, enabled=bf16):
                 result["differences"] = {
-                    kind: differences(base, model, shared, batches, start, count, micro_batch=micro)
+                    kind: differences(base, model, shared, batches, start, count)
                     for kind, model in kept.items()
                     if model is not base
                 }
