@@ -109,18 +109,35 @@ def test_tinystories_has_every_reading_and_what_its_figures_need(tmp_path: Path)
         assert len(circuit["circuit"]) >= enough(circuit), "figure 3 draws them all"
 
 
-def test_smollm2_is_read_by_attention_edges_at_two_densities():
+def test_smollm2_is_read_by_attention_edges_at_three_densities():
     found = comparison("smollm2-135m")
+    sparser, denser = found["sparser"], found["denser"]
     tasks = ["greater-than", "ioi", "docstring", "ioi-long"]
-    for reading in ("removed", "share"):
-        assert list(found["readings"][reading]) == tasks
-        assert all(list(rows) == ["0.8", "0.9", "0.95", "0.98"] for rows in found["readings"][reading].values())
-    assert list(found["open_edges"]) == tasks and list(found["denser"]["open_edges"]) == tasks[:3]
-    assert found["pair"]["density"] < 0.0015 < found["denser"]["pair"]["density"] < 0.004
-    assert found["pair"]["loss"]["control"] == found["pair"]["loss"]["base"], "taught by the base it stays the base"
+    for reading in ("removed", "share", "heads"):
+        rows = found["readings"][reading]
+        assert list(rows) == tasks and all(list(row) == ["0.8", "0.9", "0.95", "0.98"] for row in rows.values())
+        assert [row["0.9"]["n_prompts"] for row in rows.values()] == [100, 100, 100, 40]
+    for part in (found, sparser):
+        assert list(part["open_edges"]) == tasks
+    assert list(denser["open_edges"]) == tasks[:3]
+    edges = [part["pair"]["edges_per_query"] for part in (sparser, found, denser)]
+    assert edges[0] < 0.35 < edges[1] < 0.5 < edges[2]
+    for part in (found, sparser):
+        assert part["pair"]["loss"]["control"] == part["pair"]["loss"]["base"], "taught by the base it stays the base"
     for task in tasks[:3]:  # fewer edges, smaller circuits
-        sparser, denser = (part["readings"]["removed"][task]["0.9"] for part in (found, found["denser"]))
-        assert sparser["low"] > denser["high"] and sparser["dense_edges"] == denser["dense_edges"]
+        first, second, third = (part["readings"]["removed"][task]["0.9"] for part in (sparser, found, denser))
+        assert first["multiplier"] > second["multiplier"] > third["multiplier"]
+        assert second["low"] > third["high"] or task == "docstring"
+        assert first["dense_edges"] == third["dense_edges"], "read on the same prompts"
+
+
+def test_the_gpt2_shaped_model_is_read_by_attention_edges():
+    found = comparison("gpt2-shaped")
+    for reading in ("removed", "share", "heads"):
+        rows = found["readings"][reading]
+        assert [row["0.9"]["n_prompts"] for row in rows.values()] == [80, 100], list(rows)
+    assert all(row["0.9"]["low"] > 5 for row in found["readings"]["removed"].values())
+    assert list(found["earlier"]["readings"]) == ["components"], "the other pair's"
 
 
 def test_seeds_are_told_one_by_one():
