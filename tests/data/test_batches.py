@@ -15,6 +15,7 @@ from tiny_models import tiny_tokenizer
 from sparselens.data import batches as data_module, documents as documents_module
 from sparselens.data.batches import TextBatches, TokenCache, separator_id
 from sparselens.data.documents import find_files, read_documents
+from sparselens.training.sparsify import say_passes
 
 
 def documents(n=60, seed=0):
@@ -390,6 +391,14 @@ def test_less_held_out_text_than_asked_for_is_said(tmp_path):
     note = few.heldout_note()
     assert note and f"{few.n_heldout * 16:,} tokens" in note and "4,000" in note and "--heldout" in note
     assert "later" not in few.describe()["tokens"], "as runs of before said it"
+
+
+def test_text_read_many_times_is_said(tmp_path):
+    few, said = batches(write(tmp_path, "txt"), tmp_path), []
+    say_passes(few, 3 * few.n_train, said.append)
+    assert not said and len(few._train) == few.n_train
+    say_passes(few, 10 * few.n_train, said.append)
+    assert f"{few.n_train * 16:,} tokens" in said[0] and "read 10.0 times" in said[0]
 
 
 def starts_of(batch):

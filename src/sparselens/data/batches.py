@@ -340,7 +340,7 @@ class TextBatches:
             raise ValueError(f"the text is shorter than one sequence of {length} tokens; lower --length or add text")
         if not self._heldout:
             raise ValueError("the text is too short to hold any of it out; give other text with --heldout")
-        self.n_heldout = len(self._heldout)
+        self.n_train, self.n_heldout = len(self._train), len(self._heldout)
 
     def heldout_note(self) -> str | None:
         """Where less text is held out than was asked for: how much it is."""

@@ -35,6 +35,7 @@ Data = (
 )  # files and globs, a dataset name, or anything with `Batches`' methods
 Settings = TypeVar("Settings", Sparsify, Transcode)
 HARM = 0.02  # nats that a control may be above its base without a word
+MANY_PASSES = 3  # over the same text; KL on it and on held-out text then begin to part (docs/LOG.md)
 STEERING_SHARE = 4  # one held-out sequence in this many may steer
 
 
@@ -70,6 +71,7 @@ def sparsify(
     run = Run.create(out, "sparsify", asked, resume)
     say(_announcement(name, base, batches, settings))
     say_heldout(batches, say)
+    say_passes(batches, settings.training.steps * settings.training.batch, say)
     try:
         with left_as_it_was(base):
             sparsify_into(run, base, tokenizer, batches, settings, resume=resume, show_progress=show_progress, say=say)
@@ -98,6 +100,16 @@ def say_heldout(batches: Batches, say: Callable[[str], None]) -> None:
     """Where less text is held out than was asked for, that and why."""
     if isinstance(batches, TextBatches) and (note := batches.heldout_note()):
         say(note)
+
+
+def say_passes(batches: Batches, sequences: int, say: Callable[[str], None]) -> None:
+    """Where the text is read often enough to be learnt by heart, how often."""
+    if isinstance(batches, TextBatches) and (passes := sequences / batches.n_train) > MANY_PASSES:
+        tokens = batches.n_train * batches.length
+        say(
+            f"the text has {tokens:,} tokens to train on: each is read {passes:,.1f} times. From the third time on "
+            "held-out text gains less and less; more text is worth more than more steps"
+        )
 
 
 def sparsify_into(

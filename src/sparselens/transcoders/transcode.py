@@ -32,7 +32,7 @@ from ..training import engine
 from ..training.copies import left_as_it_was
 from ..training.engine import Progress, Trainee
 from ..training.measure import in_bf16
-from ..training.sparsify import Data, batches_of, fitting, overridden, say_heldout, source_name
+from ..training.sparsify import Data, batches_of, fitting, overridden, say_heldout, say_passes, source_name
 from .evaluation import measure_fit, measure_replacement, tokens_of
 from .losses import Learner, Losses
 from .mlp_hooks import observe
@@ -73,6 +73,7 @@ def transcode(
     asked = {"model": name, "data": batches.describe(), **dataclasses.asdict(settings)}
     run = Run.create(out, "transcode", asked, resume)
     say_heldout(batches, say)
+    say_passes(batches, settings.steps * settings.batch, say)
     kind = f"{'cross-layer' if settings.cross_layer else 'per-layer'}, {settings.activation}"
     say(
         f"{parameters / 1e6:.1f}M parameters: {d.n_layers} layers x {settings.features} features, {kind}; "
