@@ -24,7 +24,7 @@ Constraint: as few edges as possible at this loss. For models that can meet it: 
     L = (density + lambda * (loss - target)) / (1 + lambda)
     lambda <- lambda * exp(rate * clip((EMA(loss) - target) / scale))
 
-What makes the plain rule fail in practice, and the line here against it (docs/sparsify.md tells the story):
+What makes the plain rule fail in practice, and the line here against it (docs/LOG.md, "Traps of a target of loss"):
 - lambda winds up while the loss is out of reach and takes for ever to come down: hard bounds in log space.
 - one more closed edge ruins the loss within a few steps (a cliff): harm counts `urgency` times as much as slack.
 - batch noise larger than the tolerance throws lambda about: the excess is measured in units of tolerance, noise and
