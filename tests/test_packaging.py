@@ -1,6 +1,7 @@
 """What is installed is what was written: wheel and sdist, Pythons, paths on other systems, what the README promises."""
 
 import ast
+import functools
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 import sparselens as sl
 from sparselens.cli import main
+from sparselens.data import sample
 from sparselens.data.documents import read_documents
 from sparselens.evaluation import parity
 from sparselens.models import access
@@ -155,24 +157,48 @@ def test_text_to_try_with(tmp_path, capsys):
     assert "documents" in capsys.readouterr().out and len(set(documents)) == len(documents)
 
 
+def words_of(folder: Path) -> list[str]:
+    found = [text for path in sorted(folder.glob("sampled-*.jsonl.zst")) for text, _ in read_documents(path)]
+    return [word for text in found for word in text.split()]
+
+
 def test_text_of_a_models_own(tmp_path):
     sl.save(tiny_model("llama"), tiny_tokenizer(), tmp_path / "base")
-    main(
-        [
-            "text",
-            "--out",
-            str(tmp_path / "text"),
-            "--model",
-            str(tmp_path / "base"),
-            "--tokens",
-            "400",
-            "--length",
-            "24",
-        ]
-    )
-    documents = [text for text, _ in read_documents(tmp_path / "text" / "sampled.jsonl.zst")]
-    words = [word for text in documents for word in text.split()]
+    asked = ["text", "--model", str(tmp_path / "base"), "--tokens", "400", "--length", "24"]
+    main([*asked, "--out", str(tmp_path / "text")])
+    words = words_of(tmp_path / "text")
     assert len(words) > 200 and all(re.fullmatch(r"w\d+", word) for word in words)
+
+
+def test_sampling_goes_on_where_it_was_killed(tmp_path, monkeypatch):
+    sl.save(tiny_model("llama"), tiny_tokenizer(), tmp_path / "base")
+    monkeypatch.setattr(sample, "TOKENS_PER_FILE", 200)
+    ask = functools.partial(sl.write_text, model=tmp_path / "base", tokens=500, length=24, say=lambda text: None)
+    whole = ask(tmp_path / "whole")
+    assert whole.name == "sampled-00000.jsonl.zst" and len(list((tmp_path / "whole").glob("*.zst"))) == 3
+
+    made = sample.Sampler.documents
+
+    def killed(self, tokens, seed, name):
+        if name == "file 2 of 3":
+            raise KeyboardInterrupt
+        return made(self, tokens, seed, name)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(sample.Sampler, "documents", killed)
+        ask(tmp_path / "text")
+    first = tmp_path / "text" / whole.name
+    before = first.stat().st_mtime_ns
+    ask(tmp_path / "text")
+    assert words_of(tmp_path / "text") == words_of(tmp_path / "whole"), "the same text as without the kill"
+    assert first.stat().st_mtime_ns == before, "what was there is not made again"
+    said = []
+    ask(tmp_path / "text", say=said.append)
+    assert "already" in said[0]
+    with pytest.raises(ValueError, match="other settings"):
+        ask(tmp_path / "text", seed=1)
+    with pytest.raises(ValueError, match="other settings"):
+        ask(tmp_path / "text", tokens=900)
 
 
 def test_step_two_of_the_readme_works_literally(tmp_path, monkeypatch):
