@@ -3,7 +3,7 @@
 1. Everything that can be wrong is checked, and both transcoders are read, before any model is loaded.
 2. Each model's attribution graph (growth.py). Both explain the same tokens and the same target: the first model's.
 3. Where files, rows or words were asked for: everything that figure 4 and the report show, as one JSON object
-   (docs/tracing.md lists its keys). The second model's rows are those of the same edge.
+   (rows.py lists its keys). The second model's rows are those of the same edge.
    - clusters and the edges between them, those through which most influence passes first
    - per edge: exact head shares, and what happens when the source cluster is removed, predicted and measured
    - the main edge: attention maps of the heads that carry 80 % of it, why they look there, the gates closed for real
