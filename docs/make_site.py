@@ -20,7 +20,14 @@ import sparselens as sl
 PROJECT = Path(__file__).parents[1]
 MENU: dict[str, list[str]] = {
     "Begin": ["README.md", "docs/install.md", "docs/concepts.md", "docs/notebooks.md", "docs/faq.md"],
-    "Use": ["docs/sparsify.md", "docs/circuits.md", "docs/transcoders.md", "docs/tracing.md", "docs/report.md"],
+    "Use": [
+        "docs/sparsify.md",
+        "docs/circuits.md",
+        "docs/transcoders.md",
+        "docs/tracing.md",
+        "docs/report.md",
+        "docs/studio.md",
+    ],
     "Know": ["docs/results.md", "docs/limits.md", "docs/scale.md", "docs/kernels.md", "docs/other_tools.md"],
     "Build on": ["docs/api.md", "docs/extending.md", "docs/architecture.md", "CONTRIBUTING.md"],
     "Look up": ["CHANGELOG.md", "docs/LOG.md"],

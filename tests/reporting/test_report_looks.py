@@ -1,6 +1,6 @@
 """The report in a real browser: fast with big Runs, open to everybody, and it looks as it looked.
 
-New reference pictures: SPARSELENS_UPDATE_SCREENSHOTS=1 pytest tests/test_report_looks.py -k screenshot
+New reference pictures: SPARSELENS_UPDATE_SCREENSHOTS=1 pytest tests/reporting/test_report_looks.py -k screenshot
 """
 
 import base64
