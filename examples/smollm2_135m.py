@@ -91,10 +91,10 @@ def summary(run: Run, base: str | Path, corpora: dict[str, Batches]) -> dict[str
     first = next(iter(rows.values()))["sparse"]
     training, made = run.record["config"]["training"], run.read("summary.json")
     return {
+        "edges_per_query": first["edges_per_query"],
         **{f"{kind}_loss": {corpus: row[kind]["loss"] for corpus, row in rows.items()} for kind in folders},
         "kl_to_base": {corpus: {k: row[k]["kl_to_base"] for k in folders} for corpus, row in rows.items()},
         "top1_agreement": {corpus: {k: row[k]["top1_agreement"] for k in folders} for corpus, row in rows.items()},
-        "edges_per_query": first["edges_per_query"],
         "density": first["density"],
         "density_by_corpus": {corpus: row["sparse"]["density"] for corpus, row in rows.items()},
         "density_per_layer": first["density_per_layer"],
