@@ -31,10 +31,10 @@ CORE = [
     "circuits/attention_edges", "circuits/circuit", "circuits/estimate", "circuits/faithfulness",
     "circuits/prompt_curves", "circuits/rankings", "circuits/readings", "circuits/run", "circuits/scores",
     "evaluation/parity", "faces/collect", "faces/finish", "faces/labels", "faces/store", "gating/op",
-    "gating/reference", "live/circuit", "live/features", "live/models", "models/component_graph", "models/decoder",
-    "models/delta", "models/identity", "tasks/prompts", "training/controllers", "training/engine", "training/head",
-    "training/loop", "training/measure", "transcoders/decoding", "transcoders/evaluation", "transcoders/losses",
-    "transcoders/transcoder",
+    "gating/reference", "live/circuit", "live/features", "live/models", "live/passes", "models/component_graph",
+    "models/decoder", "models/delta", "models/identity", "tasks/prompts", "training/controllers", "training/engine",
+    "training/head", "training/loop", "training/measure", "transcoders/decoding", "transcoders/evaluation",
+    "transcoders/losses", "transcoders/transcoder",
 ]  # fmt: skip
 SLOWEST = 15.0  # seconds; a slower test is not asked
 PATIENCE = 60.0  # seconds of tests for one mutant

@@ -138,8 +138,11 @@ def test_training_asks_for_its_threads(base, tmp_path, monkeypatch):
     asked: list[int] = []
     real = engine.threads_for
     monkeypatch.setattr(engine, "threads_for", lambda parameters: asked.append(parameters) or real(parameters))
+    whole = sum(p.numel() for p in tiny_model("llama").parameters()) + 8
     sparsify(base, tmp_path / "run", steps=1)
-    assert asked and all(n == sum(p.numel() for p in tiny_model("llama").parameters()) + 8 for n in asked)
+    assert asked and all(n == whole for n in asked)
+    sparsify(base, tmp_path / "few", steps=1, lora=2)
+    assert asked[-1] > whole, "the model's size counts, not that of the few matrices that are trained"
 
 
 def test_the_specification_defines_the_edges_of_both_kinds_of_gates():

@@ -15,6 +15,7 @@ from sparselens.cli import COMMANDS, main, overview
 from sparselens.config import Search, Sparsify, Text, Trace, Transcode
 from sparselens.models.loading import is_gated, resolve
 from sparselens.runs import distributed
+from sparselens.runs.pictures import LEFT
 from sparselens.tasks import names as task_names, registry
 
 SMALL = {"prompts": 8, "points": 4, "readings": "components", "method": "eap", "random_control": False}
@@ -195,6 +196,7 @@ def test_a_graph_shows_its_nodes_and_words(folder):
     graph = sl.trace(folder / "base", folder / "coder", "w3 w5 <b>", budget=8)
     line, page = shown(graph)
     assert "nodes" in line and page.count("<circle") > 3 and "w5" in page
+    assert f"<circle cx='{LEFT:.1f}'" in page, "above the first word, too"
 
 
 def test_a_transcoder_shows_what_writes_where():

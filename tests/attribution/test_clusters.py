@@ -246,6 +246,8 @@ def test_an_output_can_be_renamed(graph):
     ({"a": ["E_5_1"], "b": ["E_5_1"]}, "listed twice, in 'a' and in 'b'"),
     ({"a": {"positions": [8]}}, r"positions \[8\], but the prompt has 8 tokens"),
     ({"a": {"position": [1]}}, "expected node ids, or some of"),
+    ({"a": {}}, "'a' is {}; expected node ids, or some of"),
+    ({"a": 3}, "'a' is 3; expected node ids, or some of"),
     ({"a": {"layers": [1]}}, "layers of 'a'"),
     ({"a": {"kinds": ["logits"]}}, "kinds of 'a'"),
     ({"a": {"pushes": 1}}, "pushes of 'a'"),

@@ -203,6 +203,12 @@ def test_no_two_nodes_share_an_id(n_layers, nodes, tokens, answer):
     assert len(set(shown)) == len(shown)
 
 
+def test_answers_are_named_by_their_tokens_and_only_others_by_their_number():
+    """Token 0 is a token as any other; -1 is a difference or direction, and the second 7 would have the first one's."""
+    graph = table([LOGIT] * 4, [2] * 4, [5] * 4, [0, 7, -1, 7], 2, 4)
+    assert [node_name(graph, i) for i in range(4)] == ["3_0_5", "3_7_5", "3_target2_5", "3_target3_5"]
+
+
 @given(SMALL, SMALL, SMALL, SMALL)
 def test_pairing_numbers_are_unique(a, b, c, d):
     assert (pairing(a, b) == pairing(c, d)) == ((a, b) == (c, d))

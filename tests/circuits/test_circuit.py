@@ -298,6 +298,7 @@ def test_sizes_and_refinement():
 def test_overlap():
     a, b = np.array([True, True, False]), np.array([True, False, True])
     assert overlap(a, b) == {"shared": 1, "jaccard": pytest.approx(1 / 3), "of_smaller": 0.5}
+    assert overlap(a, np.array([True, False, False])) == {"shared": 1, "jaccard": 0.5, "of_smaller": 1.0}
 
 
 def test_a_refined_curve_looks_where_it_crosses_and_never_beyond_what_there_is():

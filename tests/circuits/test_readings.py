@@ -8,11 +8,12 @@ import pytest
 import torch
 from pairs import QUIET, chosen, random_prompts
 from tiny_models import tiny_model, tiny_tokenizer
+from torch.utils.flop_counter import FlopCounterMode
 
 from sparselens.circuits.attention_edges import AttentionEdges
 from sparselens.circuits.compare import compare, published
 from sparselens.circuits.discover import discover, table
-from sparselens.circuits.estimate import Need, check_memory, measured, runs_per_prompt, total_runs
+from sparselens.circuits.estimate import CPU_SHARE, Need, check_memory, measured, plan_task, runs_per_prompt, total_runs
 from sparselens.circuits.faithfulness import NoEffect
 from sparselens.circuits.prompt_curves import (
     PromptCurves,
@@ -29,6 +30,8 @@ from sparselens.cli import main
 from sparselens.config import Gate, Search
 from sparselens.models.decoder import Decoder
 from sparselens.models.loading import add_gates, save
+from sparselens.tasks.prompts import build
+from sparselens.tasks.registry import Pair, Task
 
 THRESHOLDS = ["0.8", "0.9", "0.95", "0.98"]
 
@@ -218,6 +221,7 @@ def test_a_circuit_for_all_prompts_is_measured_on_those_it_was_not_ranked_on():
     row, curve = read.per_task("removed", ("gradient", "rescored"))
     assert row["scope"] == "task" and row["n_prompts"] == 3 and len(curve.m_model) == 3
     assert row["length"] == len(row["tokens"]) == 8 and row["n_edges"] == 2 * 4 * 36
+    assert row["tokens"] == [read.prompts.piece(int(token)) for token in read.prompts.clean[3]]
     edges = AttentionEdges(read.decoder, read.prompts.take(slice(3, None)))
     some = next(edges.parts())
     n = curve.edges[len(curve.edges) // 2]
@@ -337,6 +341,26 @@ def test_plan_says_what_compare_will_need(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         main(ask)
     assert "mine needs" in capsys.readouterr().err
+
+
+def test_plan_counts_the_operations_of_a_run_and_the_bytes_of_prompts_at_once(tmp_path, monkeypatch):
+    """On a processor of one operation per second; memory for two prompts of three; answers are read in two places."""
+    model, tokenizer = tiny_model("llama"), tiny_tokenizer()
+    save(model, tokenizer, tmp_path)
+    pairs = (Pair(f"w1 w{i} w2 w3", f"w1 w{i + 9} w2 w3", " w4 w5", (" w4 w6", " w7")) for i in (10, 11, 12))
+    task = Task("two", None, "probability", tuple(pairs))
+    prompts = build(task, tokenizer, 3, **QUIET)
+    assert prompts.position.shape == (3, 2)
+    one = 0.4 * 2**20
+    monkeypatch.setattr("sparselens.circuits.estimate.prompt_bytes", lambda *a: one)
+    settings = Search(prompts=3, readings=("removed",), memory_mb=1)
+    monkeypatch.setattr("sparselens.circuits.estimate.matmul_flops", lambda: 1 / CPU_SHARE)
+    need = plan_task(tmp_path, task, settings, n_models=2, gpus=0)
+    assert need.bytes_at_once == pytest.approx(2 * one)
+    with torch.no_grad(), FlopCounterMode(display=False) as counted:
+        model(prompts.clean[:1], logits_to_keep=2)
+    per_run = need.seconds / (2 * 2 * total_runs(settings, need.n_edges, 3, 2))
+    assert per_run == pytest.approx(counted.get_total_flops(), rel=0.002)
 
 
 def test_what_is_measured_is_not_lost_with_a_later_task(tmp_path, monkeypatch):

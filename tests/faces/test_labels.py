@@ -59,6 +59,8 @@ def test_several_words_and_none():
     assert set(both.text.split(", ")) == {"“big”", "“large”"}
     mixed = labelled("so| [apple]", "|| [run]", "and| [Sue]", "12| [.]")
     assert mixed.text.startswith("mixed: ") and mixed.fits == 0
+    spaced = [{f"the piece “{text}”": 1.0} for text in ("of the", "a", "b", "c")]
+    assert label(spaced, Background()).text.startswith("mixed: “of the”, "), "pieces may have spaces inside"
     assert (
         labelled("so| [apple]", "|| [run]", "and| [Sue]", "12| [.]", promoted=[(" cat", 9.0)]).text == "promotes “cat”"
     )
@@ -81,6 +83,12 @@ def test_fixed_forms_are_told_by_their_places():
     background = Background()
     background.add({"the mark “?”": 1.0, "token 6 of the text": 1.0, "after “=”": 1.0, "“+” at token 2": 1.0})
     assert {"“3” at token 0", "“6” at token 1"} & set(label(found, background).text.split(", "))
+
+
+@pytest.mark.parametrize("n", [4, 3])
+def test_texts_have_one_form_if_four_of_five_end_at_the_same_token(n):
+    found = [{"token 3 of the text": 0.8, "“+” at token 1": 0.85}] * n + [{"“+” at token 1": 0.85}] * (5 - n)
+    assert ("“+” at token 1" in label(found, Background()).text) == (n == 4)
 
 
 def test_a_fact_that_every_feature_has_says_nothing():

@@ -212,6 +212,17 @@ def test_a_touched_pass_is_a_whole_pass_with_that_mask(family, normalise):
         close(member.without(ids, change), whole)
 
 
+def test_where_gates_renormalise_the_open_ones_share_what_a_closed_one_had():
+    models, _ = alone("llama", gated=True, gate_bias=2.0, normalise="open")
+    member, ids = models.member("sparse"), models.ids("sparse", PROMPT)
+    before, after = member.run(ids).weights, member.without(ids, Changes(CLOSED)).weights
+    for place in CLOSED:
+        assert after[place] == 0 and before[place] > 0.01, "a case in which there is something to share"
+    for weights in (before, after):
+        total = weights.sum(-1)
+        torch.testing.assert_close(total, (total > 0).float())
+
+
 def test_typing_on_computes_new_tokens_alone_and_a_touch_what_lies_above(monkeypatch):
     models, _ = alone("llama", gated=True, gate_bias=2.0)
     member, seen = models.member("sparse"), []

@@ -29,6 +29,12 @@ def test_lambda_rises_on_harm_and_falls_on_slack():
     assert harmed.log_lambda > 0 > slack.log_lambda
 
 
+def test_no_excess_is_allowed_unless_asked_for():
+    strict = make()
+    strict.step(3.0, done=0.0)
+    assert strict.log_lambda == 0, "neither harm nor slack: the first step is held to the very target"
+
+
 def test_harm_is_answered_faster_than_slack_is_used():
     harmed, slack = make(), make()
     for _ in range(10):

@@ -264,6 +264,13 @@ def test_damaged_folders_are_named(folder, damage, complaint):
         Transcoder.load(folder)
 
 
+def test_a_layer_without_its_decoder_is_named(tmp_path):
+    folder = Transcoder.random(2, 6, 4, cross_layer=False).save(tmp_path / "t")
+    rewrite(folder / "layer_1.safetensors", lambda t: t.pop("W_dec"))
+    with pytest.raises(ValueError, match=r"W_dec of layer 1 .* is missing"):
+        Transcoder.load(folder)
+
+
 def test_unknown_hooks_are_refused(folder):
     config = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(config.replace("mlp.hook_in", "ln2.hook_normalized"))
