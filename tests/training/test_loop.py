@@ -222,6 +222,15 @@ def test_gradient_checkpointing_follows_the_plain_run(base, tmp_path):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4) and a["density"] == pytest.approx(b["density"], rel=1e-4)
 
 
+def test_a_batch_in_parts_reports_the_same(base, tmp_path):
+    whole, _ = sparsify(base, tmp_path / "whole", steps=2)
+    parts, _ = sparsify(base, tmp_path / "parts", steps=2, micro_batch=2)
+    assert whole.record["config"]["training"]["batch"] > 2
+    for a, b in zip(lines(whole.path), lines(parts.path), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4) and a["density"] == pytest.approx(b["density"], rel=1e-4)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
+
+
 def test_bf16_trains_fp32_master_weights(base, tmp_path):
     run, _ = sparsify(base, tmp_path / "run", precision="bf16")
     full, _ = sparsify(base, tmp_path / "full", precision="fp32")
