@@ -231,6 +231,14 @@ def test_a_batch_in_parts_reports_the_same(base, tmp_path):
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
 
 
+@pytest.mark.parametrize(("micro", "batch", "next_one"), [(8, 8, 4), (6, 12, 3), (5, 5, 1), (7, 21, 3), (2, 2, 1)])
+def test_where_memory_is_short_the_next_half_divides_the_batch(tmp_path, micro, batch, next_one):
+    said = []
+    settings = Training(steps=5, batch=batch)
+    stage = training.Stage("x", tiny_model("llama"), Copying(), tmp_path, settings, micro=micro, say=said.append)
+    assert training.smaller(stage) == next_one and f"going on with {next_one} at a time" in said[0]
+
+
 def test_bf16_trains_fp32_master_weights(base, tmp_path):
     run, _ = sparsify(base, tmp_path / "run", precision="bf16")
     full, _ = sparsify(base, tmp_path / "full", precision="fp32")

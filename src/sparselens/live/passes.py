@@ -26,10 +26,6 @@ class Pass:
     weights: Tensor  # what multiplies the values, [layer, head, query, key]
     margins: Tensor | None
 
-    @property
-    def tokens(self) -> int:
-        return self.residual[-1].shape[1]
-
 
 @torch.no_grad()
 def full_pass(decoder: Decoder, x: Tensor, mask: Tensor | None = None) -> Pass:
