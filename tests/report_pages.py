@@ -64,7 +64,7 @@ class Watched:
 
     def clean(self):
         """No error, no warning, and no request but for the file itself (and the files it makes for download)."""
-        assert self.errors == []
+        assert self.errors == [], self.errors
         assert [url for url in self.requests[1:] if not url.startswith("blob:")] == []
 
 
