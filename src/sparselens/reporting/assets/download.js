@@ -10,7 +10,7 @@ function saveBlob(blob, name) {
   document.body.append(link);
   link.click();
   link.remove();
-  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+  setTimeout(() => URL.revokeObjectURL(url), 60_000); // a busy machine may read it late
 }
 
 const saveText = (text, type, name) => saveBlob(new Blob([text], { type }), name);
