@@ -48,7 +48,8 @@ def write_text(
     settings = {"model": name_of(model), "tokens": tokens, "length": length, "seed": seed}
     if (folder / ABOUT).is_file() and read_json(folder / ABOUT) != settings:
         raise ValueError(
-            f"{folder} holds text sampled with other settings ({folder / ABOUT}); choose another --out, or remove it"
+            f"{folder} holds text sampled with other settings ({ABOUT} says which); choose another --out, or remove "
+            "that folder"
         )
     missing = [i for i, path in enumerate(paths) if not path.is_file()]
     if not missing:
